@@ -1,0 +1,34 @@
+"""toque: an inference engine for large language models.
+
+    from toque import LLM, SamplingParams
+    LLM("smollm2").generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineOptions", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from toque.config import EngineOptions
+    from toque.llm import LLM
+    from toque.types import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    """Lazy, so that `toque --help` does not wait for numpy and the tokenizer."""
+    if name == "LLM":
+        from toque.llm import LLM
+
+        return LLM
+    if name == "EngineOptions":
+        from toque.config import EngineOptions
+
+        return EngineOptions
+    if name == "SamplingParams":
+        from toque.types import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'toque' has no attribute {name!r}")

@@ -1,0 +1,166 @@
+"""Where the concrete classes meet: a checkpoint and options become an engine.
+
+Everything else takes its collaborators as arguments. Used by the command line and by `LLM`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from toque import __version__
+from toque.config import (
+    EngineConfig,
+    EngineOptions,
+    Measured,
+    free_memory_bytes,
+    kv_dtype,
+    resolve,
+)
+from toque.engine import EngineCore
+from toque.files.checkpoint import Checkpoint, open_checkpoint
+from toque.files.end_tokens import end_token_ids
+from toque.ipc import EnginePort
+from toque.kernels import select
+from toque.kernels.api import Ops
+from toque.memory.manager import CacheManager
+from toque.model.dense import DenseDecoder
+from toque.model.registry import load_model, model_spec
+from toque.scheduler.cost import StepCost
+from toque.scheduler.policy import Fcfs
+from toque.scheduler.scheduler import Limits, Scheduler
+from toque.types import Hello
+from toque.worker.state import DeviceState
+from toque.worker.worker import Worker, measure_prefill
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 64  # length of the prompt that measures the prefill rate
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine that is ready to step, and what it says of itself."""
+
+    core: EngineCore
+    hello: Hello
+    config: EngineConfig
+    model: DenseDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in memory, before its KV pool exists."""
+
+    checkpoint: Checkpoint
+    model: DenseDecoder
+    ops: Ops
+
+
+def load(path: Path, options: EngineOptions) -> Loaded:
+    """Read a checkpoint and pack its weights. Raises ModelError or ConfigError."""
+    began_s = time.monotonic()
+    checkpoint = open_checkpoint(path, options.load_format)
+    ops = select(options.kernels, options.threads)
+    spec = model_spec(checkpoint)
+    model = load_model(checkpoint, spec, ops, options.max_model_len or spec.context)
+    log.info(
+        "weights: %s, %d layers, %.2f GB in memory, kernels %s, %.1f s",
+        spec.architecture,
+        spec.layers,
+        model.weight_bytes / 1e9,
+        ops.name,
+        time.monotonic() - began_s,
+    )
+    return Loaded(checkpoint, model, ops)
+
+
+def configure(loaded: Loaded, options: EngineOptions) -> EngineConfig:
+    """Measure, then resolve."""
+    spec, model = loaded.model.spec, loaded.model
+    kv_specs = model.kv_specs(kv_dtype(options))
+    bytes_per_token = sum(layer.bytes_per_token() for layer in kv_specs)
+    measured = Measured(
+        free_memory_bytes=free_memory_bytes(),
+        prefill_tokens_per_s=_prefill_rate(loaded, options),
+    )
+    config = resolve(options, spec, bytes_per_token, measured)
+    log.info(
+        "KV pool: %d pages of %d tokens, %s, %.2f GB of %.1f GB free; longest sequence %d tokens",
+        config.total_pages,
+        config.block_size,
+        config.kv_cache_dtype,
+        config.kv_cache_memory_bytes / 1e9,
+        measured.free_memory_bytes / 1e9,
+        config.max_model_len,
+    )
+    log.info(
+        "step: up to %d tokens of up to %d sequences; prefill measured at %.0f tokens/s",
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        measured.prefill_tokens_per_s,
+    )
+    return config
+
+
+def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
+    """Tokens per second, over a scratch pool that is dropped afterwards."""
+    tokens = min(PROBE_TOKENS, loaded.model.spec.context)
+    pages = -(-tokens // options.block_size)
+    specs = loaded.model.kv_specs(kv_dtype(options))
+    kv = loaded.ops.kv_pages(specs, pages, options.block_size)
+    worker = Worker(loaded.model, DeviceState(1, pages, kv))
+    return measure_prefill(worker, tokens, options.block_size)
+
+
+def assemble(
+    loaded: Loaded, config: EngineConfig, model_name: str, port: EnginePort
+) -> Engine:
+    """Put the boxes together."""
+    spec = loaded.model.spec
+    end_ids = end_token_ids(loaded.checkpoint)
+    kv = loaded.ops.kv_pages(
+        loaded.model.kv_specs(config.kv_cache_dtype), config.total_pages, config.block_size
+    )
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        vocab_size=spec.vocab_size,
+        chunked_prefill=config.enable_chunked_prefill,
+        end_token_ids=frozenset(end_ids),
+    )
+    cache = CacheManager(config.total_pages, config.block_size, config.enable_prefix_caching)
+    state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv)
+    rate = config.max_num_batched_tokens / 0.5
+    core = EngineCore(
+        Scheduler(limits, cache, Fcfs()), Worker(loaded.model, state), port, StepCost(rate)
+    )
+    log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
+    return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)
+
+
+def _hello(
+    loaded: Loaded, config: EngineConfig, model_name: str, end_ids: tuple[int, ...]
+) -> Hello:
+    identity = loaded.checkpoint.identity[:12]
+    return Hello(
+        model_name=model_name,
+        vocab_size=loaded.model.spec.vocab_size,
+        max_model_len=config.max_model_len,
+        end_token_ids=end_ids,
+        block_size=config.block_size,
+        total_pages=config.total_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cache_dtype=config.kv_cache_dtype,
+        fingerprint=f"toque-{__version__}-{identity}-{loaded.ops.name}-{config.kv_cache_dtype}",
+    )
+
+
+def build_engine(path: Path, model_name: str, options: EngineOptions, port: EnginePort) -> Engine:
+    """Checkpoint to engine in one go."""
+    loaded = load(path, options)
+    return assemble(loaded, configure(loaded, options), model_name, port)

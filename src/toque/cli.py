@@ -1,0 +1,146 @@
+"""The `toque` command: flags and dispatch. Imports nothing heavy, so that --help is instant.
+
+Flags are made from the fields of EngineOptions and ServeOptions, so that a field is a flag, a keyword
+of `LLM` and a row of README's table, and there is one place to change it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from toque import __version__
+from toque.config import EngineOptions, ServeOptions, parse_size
+from toque.errors import ToqueError
+
+DEFAULT_MODEL = "qwen2.5-coder-0.5b"
+
+MODEL_HELP = (
+    "a catalogue name (qwen2.5-coder-0.5b, smollm2), a Hugging Face repo id, a folder or a .gguf file"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. 2 = wrong usage or a choice that cannot work."""
+    arguments = parser().parse_args(argv)
+    try:
+        return run(arguments)
+    except ToqueError as error:
+        print(f"toque: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("toque: interrupted", file=sys.stderr)
+        return 130
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Dispatch; each command is imported only here."""
+    if arguments.command == "serve":
+        from toque.commands.serve import serve
+
+        return serve(
+            arguments.model, _options(EngineOptions, arguments), _options(ServeOptions, arguments)
+        )
+    if arguments.command == "pull":
+        from toque.commands.pull import pull
+
+        return pull(arguments.model)
+    if arguments.command in ("run", "chat"):
+        from toque.commands.talk import chat, complete
+
+        talk = complete if arguments.command == "run" else chat
+        return talk(arguments, _options(EngineOptions, arguments))
+    from toque.bench.naive import main as bench_naive
+
+    return bench_naive(arguments, _options(EngineOptions, arguments))
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="toque", description="An inference engine for large language models."
+    )
+    top.add_argument("--version", action="version", version=f"toque {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = _command(commands, "serve", "serve a model over the OpenAI API")
+    serve.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
+    _add_flags(serve, ServeOptions)
+    _add_flags(serve, EngineOptions)
+
+    run_ = _command(commands, "run", "answer one prompt and end")
+    run_.add_argument("model", help=MODEL_HELP)
+    run_.add_argument("prompt", help="the text to answer (- reads standard input)")
+    run_.add_argument("--raw", action="store_true", help="complete the text, no chat template")
+
+    chat = _command(commands, "chat", "talk to a model in the terminal")
+    chat.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
+    chat.add_argument("--system", help="a system message")
+    for talk in (run_, chat):
+        _add_sampling(talk)
+        _add_flags(talk, EngineOptions)
+
+    pull = _command(commands, "pull", "fetch a model and check it")
+    pull.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
+
+    bench = _command(commands, "bench", "measure this machine")
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    naive = _command(kinds, "naive", "the engine against a plain one-at-a-time loop")
+    naive.add_argument("model", nargs="?", default="smollm2", help=MODEL_HELP)
+    naive.add_argument("--requests", type=int, default=16, help="how many requests (16)")
+    naive.add_argument("--prompt-tokens", type=int, default=64, help="tokens per prompt (64)")
+    naive.add_argument("--output-tokens", type=int, default=64, help="tokens per answer (64)")
+    _add_flags(naive, EngineOptions)
+    return top
+
+
+def _command(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
+    return made
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens (512)")
+    command.add_argument("--temperature", type=float, default=0.7, help="0 = greedy (0.7)")
+    command.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (1 = off)")
+    command.add_argument("--seed", type=int, help="repeat an answer exactly")
+
+
+def _add_flags(command: argparse.ArgumentParser, options: type[Any]) -> None:
+    group = command.add_argument_group(options.__name__.removesuffix("Options").lower())
+    for field in dataclasses.fields(options):
+        flag, help_text = "--" + field.name.replace("_", "-"), field.metadata["help"]
+        if isinstance(field.default, (int, float, str)) and not isinstance(field.default, bool):
+            help_text += f" [{field.default}]"
+        group.add_argument(flag, default=field.default, help=help_text, **_kind(field))
+
+
+def _kind(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """argparse's description of a field's type. `field.type` is text: annotations are deferred."""
+    if field.metadata.get("size"):
+        return {"type": _size, "metavar": "BYTES"}
+    if "choices" in field.metadata:
+        return {"choices": field.metadata["choices"]}
+    name = str(field.type)
+    if name == "bool":
+        return {"action": argparse.BooleanOptionalAction}
+    if name.startswith("tuple"):
+        return {"nargs": "+", "metavar": "NAME"}
+    kinds: dict[str, type] = {"int": int, "float": float, "str": str}
+    return {"type": kinds[name.removesuffix(" | None")], "metavar": name[0].upper()}
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _options(options: type[Any], arguments: argparse.Namespace) -> Any:
+    values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(options)}
+    return options(
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    )

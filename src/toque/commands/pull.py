@@ -1,0 +1,11 @@
+"""`toque pull`: have a model's files here, checked."""
+
+from __future__ import annotations
+
+
+def pull(model: str) -> int:
+    from toque.files.fetch import locate
+    from toque.files.progress import RichProgress
+
+    print(locate(model, progress=RichProgress()).path)
+    return 0

@@ -1,0 +1,143 @@
+"""`toque serve`: bind the port, have the model, start the engine, serve until told to stop.
+
+Owns: the listening socket, the engine's process (or thread), the private folder of their channel.
+Knows: in which order things start and end. Does not know: what is said over HTTP or the channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import subprocess
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from toque.config import EngineOptions, ServeOptions
+from toque.engine_process import Orders, exit_reason, setup_logging, start_engine
+from toque.errors import ConfigError, ToqueError
+from toque.files.fetch import Located, locate
+from toque.files.progress import RichProgress
+from toque.types import EngineFailed
+
+log = logging.getLogger(__name__)
+
+ENGINE_EXIT_S = 5.0  # how long the engine gets to end after Shutdown, then it is killed
+
+
+def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
+    """Run the server; returns the exit code. The port is taken first: if it cannot be had, nothing
+    has been fetched or loaded for it."""
+    setup_logging()
+    with bind(options.host, options.port) as listening:
+        located = locate(model, progress=RichProgress())
+        names = options.served_model_name or located.served_names
+        options = replace(options, served_model_name=names)
+        if options.single_process:
+            return asyncio.run(_serve_in_one(listening, located, engine, options))
+        with tempfile.TemporaryDirectory(prefix="toque-") as folder:  # mode 0700
+            orders = Orders(
+                folder=folder, model_path=str(located.path), model_name=names[0], options=engine
+            )
+            child = start_engine(orders)  # before the server's own imports: both take a moment
+            try:
+                return asyncio.run(_serve_in_two(listening, located, orders, options, child))
+            finally:
+                _end(child)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on (host, port), not listening yet. Raises ConfigError saying what to do instead."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        # With SO_REUSEADDR two sockets may be bound; the second to listen is refused. Ask now.
+        bound.listen(2048)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} of {host} is taken: choose another one with --port "
+                f"(make serve PORT={port + 1})"
+            ) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return bound
+
+
+async def _serve_in_two(
+    listening: socket.socket,
+    located: Located,
+    orders: Orders,
+    options: ServeOptions,
+    child: subprocess.Popen[bytes],
+) -> int:
+    from toque.ipc import ZmqServeEnd
+    from toque.serve.server import serve as run_server
+
+    async def engine_exit() -> str:
+        return exit_reason(await asyncio.to_thread(child.wait))
+
+    port = ZmqServeEnd(Path(orders.folder), asyncio.ensure_future(engine_exit()))
+    try:
+        return await run_server(listening, options, port, lambda: _tokenizer(located))
+    finally:
+        port.close()
+        await asyncio.to_thread(_end, child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """The engine has been told to shut down, or never will be: wait a little, then make sure."""
+    try:
+        child.wait(ENGINE_EXIT_S)
+    except subprocess.TimeoutExpired:
+        log.warning("the engine process did not end: killing it")
+        child.kill()
+        child.wait()
+
+
+async def _serve_in_one(
+    listening: socket.socket, located: Located, engine: EngineOptions, options: ServeOptions
+) -> int:
+    from toque.ipc import InProcess
+    from toque.serve.server import serve as run_server
+
+    channel = InProcess()
+    thread = threading.Thread(
+        target=_engine_thread,
+        args=(channel, located, options.served_model_name[0], engine),
+        name="engine",
+        daemon=True,
+    )
+    thread.start()
+    code = await run_server(listening, options, channel, lambda: _tokenizer(located))
+    await asyncio.to_thread(thread.join, ENGINE_EXIT_S)
+    return code
+
+
+def _engine_thread(channel: object, located: Located, name: str, options: EngineOptions) -> None:
+    from toque.build import build_engine
+    from toque.ipc import InProcess
+
+    assert isinstance(channel, InProcess)
+    try:
+        engine = build_engine(located.path, name, options, channel.engine)
+        channel.engine.send(engine.hello)
+        engine.core.run()
+        channel.fail("the engine has ended")
+    except ToqueError as error:
+        channel.engine.send(EngineFailed(message=str(error)))
+    except Exception as error:
+        log.exception("the engine failed")
+        channel.engine.send(EngineFailed(message=f"the engine failed: {type(error).__name__}"))
+
+
+def _tokenizer(located: Located) -> object:
+    from toque.files.checkpoint import open_checkpoint
+    from toque.serve.tokenizer import load_tokenizer
+
+    return load_tokenizer(open_checkpoint(located.path))

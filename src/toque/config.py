@@ -1,0 +1,241 @@
+"""What the user said, and what the engine runs with.
+
+`EngineOptions` and `ServeOptions` hold what was said (None = decide for me); `resolve()` turns the
+former into an `EngineConfig`, frozen and complete, or refuses with a sentence that says what to
+change. Command-line flags, the `LLM` keywords and README's table all come from the fields here.
+
+Owns: defaults and their limits. Knows: the model's structure and the machine's free memory.
+Does not know: how any of it is used. Measured values (a prefill rate) come in as arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toque.errors import ConfigError
+from toque.types import ModelSpec
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """A field that is also a flag: `max_num_seqs` is `--max-num-seqs`."""
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What the user said about the engine. None means: decide for me."""
+
+    max_model_len: int | None = option(
+        None, "longest prompt + output, tokens (the model's context, or what fits the KV pool)"
+    )
+    max_num_seqs: int | None = option(None, "most sequences computed in one step (64)")
+    max_num_batched_tokens: int | None = option(
+        None, "most tokens computed in one step (about half a second of prefill, measured)"
+    )
+    enable_chunked_prefill: bool = option(True, "cut long prompts into chunks between decodes")
+    enable_prefix_caching: bool = option(True, "share the KV pages of equal prompt beginnings")
+    kv_cache_dtype: str = option(
+        "auto", "auto (float32), float32 or float16", choices=("auto", "float32", "float16")
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "size of the KV pool, e.g. 2GiB (a share of the free memory)", size=True
+    )
+    block_size: int = option(16, "tokens per KV page")
+    load_format: str = option(
+        "auto", "auto, or dummy for random weights", choices=("auto", "dummy")
+    )
+    kernels: str = option(
+        "auto", "auto (cpu), cpu (compiled) or ref (plain numpy)", choices=("auto", "cpu", "ref")
+    )
+    threads: int | None = option(None, "threads of the kernels (the physical cores)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What the user said about the HTTP server."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on")
+    served_model_name: tuple[str, ...] = option(
+        (), "name(s) of the model in the API (the name it was loaded by)"
+    )
+    seed: int | None = option(None, "seed of requests that bring none (a random one for each)")
+    allowed_hosts: tuple[str, ...] = option((), "further Host names that requests may carry")
+    allowed_origins: tuple[str, ...] = option((), "web origins that may call this server")
+    shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
+    slow_reader_timeout: float = option(30.0, "seconds a client may leave its stream unread")
+    max_body_bytes: int = option(16 << 20, "largest request body, e.g. 16MiB", size=True)
+    single_process: bool = option(False, "run the engine in the server's own process")
+
+
+DEFAULT_MAX_NUM_SEQS = 64
+DEFAULT_STEP_S = 0.5  # a step of pure prefill takes about this long
+MIN_BATCHED_TOKENS, MAX_BATCHED_TOKENS = 64, 8192
+DEFAULT_KV_SHARE = 0.25  # of the memory that is free once the weights are loaded
+DEFAULT_KV_BYTES_MAX = 4 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What this machine was found to have and to do, after the weights were loaded."""
+
+    free_memory_bytes: int
+    prefill_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine runs with: complete, consistent, never changed."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    kv_cache_dtype: str
+    kv_bytes_per_token: int
+    block_size: int
+    total_pages: int
+
+    @property
+    def kv_cache_memory_bytes(self) -> int:
+        return self.total_pages * self.block_size * self.kv_bytes_per_token
+
+    @property
+    def max_pages_per_row(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+def kv_dtype(options: EngineOptions) -> str:
+    """`auto` is float32: what the kernels compute with."""
+    return "float32" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+
+
+def resolve(
+    options: EngineOptions, model: ModelSpec, kv_bytes_per_token: int, measured: Measured
+) -> EngineConfig:
+    """Fill in what was left open; refuse what cannot work (ConfigError)."""
+    _check_ranges(options, model)
+    page_bytes = options.block_size * kv_bytes_per_token
+    pool_bytes = options.kv_cache_memory_bytes or _default_pool_bytes(measured)
+    total_pages = pool_bytes // page_bytes
+    max_model_len = _model_len(options, model, total_pages, page_bytes)
+    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    # A pool larger than all rows at full length would never be used.
+    total_pages = min(total_pages, max_num_seqs * -(-max_model_len // options.block_size) * 2)
+    return EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=_step_tokens(options, max_num_seqs, max_model_len, measured),
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        enable_prefix_caching=options.enable_prefix_caching,
+        kv_cache_dtype=kv_dtype(options),
+        kv_bytes_per_token=kv_bytes_per_token,
+        block_size=options.block_size,
+        total_pages=total_pages,
+    )
+
+
+def _check_ranges(options: EngineOptions, model: ModelSpec) -> None:
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+    if options.block_size > 1024:
+        raise ConfigError(f"--block-size is {options.block_size}: at most 1024 tokens per page")
+    if options.max_model_len is not None and options.max_model_len > model.context:
+        raise ConfigError(
+            f"--max-model-len {options.max_model_len} is beyond the {model.context} tokens that "
+            f"the model was made for: lower it to at most {model.context}"
+        )
+
+
+def _default_pool_bytes(measured: Measured) -> int:
+    return min(int(measured.free_memory_bytes * DEFAULT_KV_SHARE), DEFAULT_KV_BYTES_MAX)
+
+
+def _model_len(
+    options: EngineOptions, model: ModelSpec, total_pages: int, page_bytes: int
+) -> int:
+    """The longest sequence; one of that length always fits the pool."""
+    fits_tokens = total_pages * options.block_size
+    if fits_tokens < 2:
+        raise ConfigError(
+            f"the KV pool of {total_pages * page_bytes:,} bytes does not hold one page of "
+            f"{page_bytes:,} bytes: raise --kv-cache-memory-bytes"
+        )
+    wanted = options.max_model_len
+    if wanted is None:
+        return min(model.context, fits_tokens)
+    if wanted > fits_tokens:
+        needed_bytes = -(-wanted // options.block_size) * page_bytes
+        raise ConfigError(
+            f"one sequence of --max-model-len {wanted} needs {needed_bytes:,} bytes of KV and the "
+            f"pool has {total_pages * page_bytes:,}: raise --kv-cache-memory-bytes or lower "
+            f"--max-model-len to at most {fits_tokens}"
+        )
+    return wanted
+
+
+def _step_tokens(
+    options: EngineOptions, max_num_seqs: int, max_model_len: int, measured: Measured
+) -> int:
+    """The token budget of a step."""
+    given = options.max_num_batched_tokens
+    if given is not None and given < max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {given} is below --max-num-seqs {max_num_seqs}: a step could "
+            f"not give every running sequence its token; raise the former or lower the latter"
+        )
+    if given is not None and not options.enable_chunked_prefill and given < max_model_len:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill needs a step that holds a whole prompt: raise "
+            f"--max-num-batched-tokens from {given} to at least {max_model_len}, or lower "
+            f"--max-model-len"
+        )
+    if given is not None:
+        return given
+    if not options.enable_chunked_prefill:
+        return max(max_model_len, max_num_seqs)
+    budget = int(measured.prefill_tokens_per_s * DEFAULT_STEP_S) // 16 * 16
+    return max(max_num_seqs, min(max(budget, MIN_BATCHED_TOKENS), MAX_BATCHED_TOKENS))
+
+
+def free_memory_bytes() -> int:
+    """What this process may still take: MemAvailable, or what its control group leaves."""
+    available = _meminfo_bytes("MemAvailable")
+    limit = _read_int("/sys/fs/cgroup/memory.max")
+    used = _read_int("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(limit - used, 0))
+    return available
+
+
+def _meminfo_bytes(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(f"/proc/meminfo has no {key}: give --kv-cache-memory-bytes")
+
+
+def _read_int(path: str) -> int | None:
+    """The number in a one-line file; None where there is no file or no limit ("max")."""
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes: 1000000, 512MiB, 2GB, 2g. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(k|m|g|ki|mi|gi|)b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 512MiB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2]])

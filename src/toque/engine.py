@@ -1,0 +1,109 @@
+"""The engine's loop: receive, plan, run, commit, emit. Depth 1: one step at a time.
+
+Owns: the loop, the clock, step times. Knows: that a plan is made, run and booked.
+Does not know: how any of the three is done, and no feature by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from toque.ipc import EnginePort
+from toque.scheduler.cost import StepCost
+from toque.scheduler.scheduler import Scheduler
+from toque.types import (
+    Abort,
+    Event,
+    FinishReason,
+    Heartbeat,
+    Request,
+    Shutdown,
+    StepPlan,
+    StepReport,
+    StepResult,
+    StepTimes,
+    ToEngine,
+)
+
+IDLE_WAIT_S = 0.5  # how long an idle engine sleeps before it looks whether its parent is alive
+LONG_STEP_MS = 250.0  # a step predicted to take longer announces itself, so that health is patient
+
+
+class Executor(Protocol):
+    """Whatever computes a plan: a worker on this machine, a simulator, a fake in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan. A row that fails says so in the result; raises only if all is lost."""
+
+
+class EngineCore:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        port: EnginePort,
+        cost: StepCost,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._port = port
+        self._cost = cost
+        self._clock = clock
+        self._stopping = False
+
+    def run(self, keep_going: Callable[[], bool] = lambda: True) -> None:
+        """Step until Shutdown arrives or `keep_going` says no (it is asked at least twice a second)."""
+        while keep_going() and not self._stopping:
+            self.step(0.0 if self.scheduler.has_work else IDLE_WAIT_S)
+        events = self.scheduler.abort_all(FinishReason.ABORT, self._clock())
+        self._emit(events, None, None)
+
+    def step(self, wait_s: float = 0.0) -> None:
+        """One turn of the loop; waits up to `wait_s` for a message first."""
+        events = self._apply(self._port.receive(wait_s))
+        t0 = self._clock()
+        plan = self.scheduler.plan(t0)
+        if plan is None:
+            self._emit(events, None, None)
+            return
+        predicted_ms = self._cost.predicted_ms(plan)
+        if predicted_ms > LONG_STEP_MS:
+            self._port.send(Heartbeat(predicted_ms=predicted_ms))
+        t1 = self._clock()
+        result = self._executor.run(plan)
+        t2 = self._clock()
+        events += self.scheduler.commit(plan, result, t2)
+        self._cost.observe(plan, (t2 - t1) * 1e3)
+        t3 = self._clock()
+        times = StepTimes(
+            plan_ms=(t1 - t0) * 1e3, run_ms=(t2 - t1) * 1e3, commit_ms=(t3 - t2) * 1e3
+        )
+        self._emit(events, plan, times)
+
+    def _apply(self, messages: list[ToEngine]) -> list[Event]:
+        events: list[Event | None] = []
+        for message in messages:
+            if isinstance(message, Request):
+                events.append(self.scheduler.add(message))
+            elif isinstance(message, Abort):
+                events.append(self.scheduler.abort(message.id, message.reason, self._clock()))
+            elif isinstance(message, Shutdown):
+                self._stopping = True
+        return [event for event in events if event is not None]
+
+    def _emit(self, events: list[Event], plan: StepPlan | None, times: StepTimes | None) -> None:
+        if plan is None and not events:
+            return
+        self._port.send(
+            StepReport(
+                events=tuple(events),
+                load=self.scheduler.load(),
+                counters=self.scheduler.counters(),
+                times=times,
+                batch_tokens=plan.num_tokens if plan else 0,
+                batch_sequences=len(plan.chunks) if plan else 0,
+            )
+        )

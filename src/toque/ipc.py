@@ -1,0 +1,191 @@
+"""The channel between the text side (serve, LLM) and the engine: in one process or between two.
+
+Owns: the sockets and the codec. Knows: message types. Does not know: what messages mean.
+
+Messages are msgspec structs; between processes they travel as MessagePack over ZeroMQ `ipc` sockets
+in a folder that only this user may enter. Never pickle: decoding yields declared types or an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from toque.errors import EngineError
+from toque.types import FromEngine, ToEngine
+
+LAST_WORDS_S = 0.2  # how long serve listens for what an engine sent before its process ended
+
+
+class EnginePort(Protocol):
+    """The engine's end."""
+
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        """All messages that are here, in order; waits up to `wait_s` seconds for the first."""
+
+    def send(self, message: FromEngine) -> None:
+        """Hand over at once; never blocks on a slow reader."""
+
+    def close(self) -> None: ...
+
+
+class ServePort(Protocol):
+    """The text side's end, used from one asyncio loop."""
+
+    def send(self, message: ToEngine) -> None:
+        """Hand over at once; never blocks. Silently lost if the engine is gone: `receive` tells."""
+
+    async def receive(self) -> FromEngine:
+        """The next message. Raises EngineError, with the reason, when the engine is gone."""
+
+    def close(self) -> None: ...
+
+
+class InProcess:
+    """Both ends over two queues, for one process. The engine's end may live in another thread.
+
+    `serve_loop`: where `receive` is awaited; None when nobody awaits (LLM drains by hand).
+    """
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._outbox: deque[FromEngine] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrived = asyncio.Event()
+        self._failure: str | None = None
+        self.engine = _InProcessEngineEnd(self)
+
+    def send(self, message: ToEngine) -> None:
+        self._inbox.put(message)
+
+    async def receive(self) -> FromEngine:
+        self._loop = asyncio.get_running_loop()
+        while not self._outbox:
+            if self._failure is not None:
+                raise EngineError(self._failure)
+            self._arrived.clear()
+            if not self._outbox and self._failure is None:
+                await self._arrived.wait()
+        return self._outbox.popleft()
+
+    def drain(self) -> list[FromEngine]:
+        """Everything that is here, without waiting."""
+        messages = list(self._outbox)
+        self._outbox.clear()
+        return messages
+
+    def fail(self, reason: str) -> None:
+        """The engine's thread ended: `receive` raises once the messages before it are read."""
+        self._failure = reason
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._arrived.set)
+
+    def close(self) -> None: ...
+
+
+class _InProcessEngineEnd:
+    def __init__(self, channel: InProcess) -> None:
+        self._channel = channel
+
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        inbox = self._channel._inbox
+        messages: list[ToEngine] = []
+        try:
+            if wait_s > 0:
+                messages.append(inbox.get(timeout=wait_s))
+            while True:
+                messages.append(inbox.get_nowait())
+        except queue.Empty:
+            return messages
+
+    def send(self, message: FromEngine) -> None:
+        self._channel._outbox.append(message)
+        self._channel._wake()
+
+    def close(self) -> None: ...
+
+
+def _socket(kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
+    """High-water marks are off: a full queue would block the engine or drop a message. What bounds
+    memory is that serve always reads and cuts off clients that do not."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.LINGER, 500)  # ms for the last words of an engine that ends
+    if bind:
+        socket.bind(address)
+    else:
+        socket.connect(address)
+    return socket
+
+
+class ZmqEngineEnd:
+    """The engine process's end of two sockets in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._inbox = _socket(zmq.PULL, f"ipc://{folder}/to-engine", bind=False)
+        self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/from-engine", bind=False)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        if wait_s > 0 and not self._inbox.poll(int(wait_s * 1000)):
+            return messages
+        try:
+            while True:
+                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
+
+    def send(self, message: FromEngine) -> None:
+        self._outbox.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._outbox.close()
+
+
+class ZmqServeEnd:
+    """Serve's end: owns the private folder, and watches the engine's process.
+
+    `engine_exit` completes, with the reason as a sentence, when the engine process is gone.
+    """
+
+    def __init__(self, folder: Path, engine_exit: asyncio.Future[str] | asyncio.Task[str]) -> None:
+        self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/to-engine", bind=True)
+        self._inbox = zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.bind(f"ipc://{folder}/from-engine")
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._exit = engine_exit
+
+    def send(self, message: ToEngine) -> None:
+        with suppress(zmq.Again):  # nobody at the other end: `receive` says so
+            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> FromEngine:
+        incoming = self._inbox.recv()  # done already when a message is here
+        if not incoming.done():
+            await asyncio.wait((incoming, self._exit), return_when=asyncio.FIRST_COMPLETED)
+        if not incoming.done():
+            await asyncio.wait((incoming,), timeout=LAST_WORDS_S)
+        if not incoming.done():
+            incoming.cancel()
+            raise EngineError(self._exit.result())
+        return self._decoder.decode(incoming.result())
+
+    def close(self) -> None:
+        self._outbox.close()
+        self._inbox.close()

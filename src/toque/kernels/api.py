@@ -1,0 +1,145 @@
+"""The operations that layers are made of: one contract for every kernel set.
+
+Owns: nothing. Knows: shapes, dtypes and who writes what. Does not know: models, schedulers.
+
+A kernel set (`kernels/ref`, `kernels/cpu`, later `kernels/triton`) implements `Ops`; `select()` in
+`kernels/__init__.py` returns one. Layers call these and nothing else on arrays, so that one layer
+file serves every device. Ops are coarse where fusing pays: what a set can do in one pass over memory
+is one op here.
+
+Contract for every op: float32 in and out unless said; inputs are not changed; a row of the result
+depends on that row of the input only, and in the `cpu` set its bits do not depend on how many other
+rows there are, on threads, nor on how a sequence was cut into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toque.types import StoredTensor
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+class Matrix(Protocol):
+    """A weight matrix [out, in] in the form that its kernel set wants."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Memory that an attention layer asks for: what one token of one layer keeps."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: str  # float32 or float16
+
+    def bytes_per_token(self) -> int:
+        """K and V of one layer."""
+        return 2 * self.kv_heads * self.head_dim * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The pages of one layer. Both arrays are [pages, kv_heads, block_size, head_dim]."""
+
+    keys: NDArray[Any]
+    values: NDArray[Any]
+
+    @property
+    def block_size(self) -> int:
+        return int(self.keys.shape[2])
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's tokens, chunk after chunk. `chunks` sequences, `tokens` tokens in all.
+
+    Chunk c owns tokens chunk_starts[c] : chunk_starts[c + 1]; its last token stands at position
+    context_lens[c] - 1; a token at position p sees the keys at positions 0..p of its own sequence.
+    """
+
+    ids: Ints  # [tokens]
+    positions: Ints  # [tokens]
+    chunk_starts: Ints  # [chunks + 1]
+    context_lens: Ints  # [chunks]
+    page_table: Ints  # [chunks, most pages of any chunk]; unused places are 0
+    write_at: NDArray[np.int64]  # [tokens]: page * block_size + offset of this token's K and V
+    output_rows: Ints  # [outputs]: indices of the tokens whose logits are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Rotation of dimension pair (i, i + head_dim/2) at each position (the "NeoX" pairing)."""
+
+    cos: Floats  # [positions, head_dim / 2]
+    sin: Floats  # [positions, head_dim / 2]
+
+
+@dataclass(frozen=True, slots=True)
+class QKV:
+    """The input side of attention. Biases and norms are None where the model has none."""
+
+    query: Matrix  # [heads * head_dim, hidden]
+    key: Matrix  # [kv_heads * head_dim, hidden]
+    value: Matrix  # [kv_heads * head_dim, hidden]
+    query_bias: Floats | None
+    key_bias: Floats | None
+    value_bias: Floats | None
+    query_norm: Floats | None  # [head_dim], RMS norm per head before the rotation
+    key_norm: Floats | None
+    norm_eps: float
+    head_dim: int
+
+
+class Ops(Protocol):
+    """See the module's docstring for the contract that holds for all of them."""
+
+    name: str  # "ref" or "cpu/avx2": part of the fingerprint
+
+    def matrix(self, tensor: StoredTensor) -> Matrix:
+        """Take a [out, in] weight from a file. Raises ModelError for a kind it does not know."""
+
+    def vector(self, tensor: StoredTensor) -> Floats:
+        """Take a norm weight or a bias from a file, as float32 [n]."""
+
+    def kv_pages(self, specs: Sequence[PagedKV], num_pages: int, block_size: int) -> list[LayerKV]:
+        """Allocate the KV pool, one entry per layer. Pages are not touched until written."""
+
+    def embed(self, table: Matrix, ids: Ints) -> Floats:
+        """Rows of the table: [tokens, hidden]."""
+
+    def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467)."""
+
+    def linear(self, x: Floats, weight: Matrix, bias: Floats | None = None) -> Floats:
+        """x @ weight.T + bias: [rows, in] -> [rows, out]."""
+
+    def linear_add(
+        self, x: Floats, weight: Matrix, bias: Floats | None, residual: Floats
+    ) -> Floats:
+        """residual + linear(x, weight, bias): the way back into the residual stream."""
+
+    def gate_up_silu(self, x: Floats, gate: Matrix, up: Matrix) -> Floats:
+        """silu(x @ gate.T) * (x @ up.T): [rows, in] -> [rows, intermediate]."""
+
+    def qkv_rope_write(
+        self, x: Floats, qkv: QKV, rope: RopeTable, batch: ForwardBatch, kv: LayerKV
+    ) -> Floats:
+        """Project, norm and rotate; writes K and V into `kv` at batch.write_at, returns the
+        rotated queries [tokens, heads, head_dim]. The only op that changes an argument."""
+
+    def attention(self, q: Floats, kv: LayerKV, batch: ForwardBatch, scale: float) -> Floats:
+        """Causal attention of every token over its own sequence's pages, its own chunk's keys
+        included (they have been written): [tokens, heads * head_dim]. Query head h uses KV head
+        h // (heads / kv_heads) (grouped-query attention, arXiv:2305.13245)."""

@@ -1,0 +1,1 @@
+"""Box 1: which tokens of which sequences are computed in the next step."""

@@ -1,0 +1,93 @@
+"""A request on its way through the engine.
+
+Owns: nothing but its own fields. Knows: tokens and progress. Does not know: pages, rows of others.
+
+    tokens:   |<------ prompt ------>|<-- output -->|
+              |<-- num_computed -->|<---- to do --->|        computed = K and V stand in its pages
+
+A decode is the case of one token to do, a prompt (or a sequence that comes back after preemption) the
+case of many. The scheduler is the only one who changes a Sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from toque.types import FinishReason, Request, Times, TokenId, Usage
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: Request
+    order: int  # of arrival: unique, smaller came first
+    tokens: list[TokenId] = field(default_factory=list)
+    num_computed: int = 0
+    status: Status = Status.WAITING
+    row: int | None = None
+    waits_for: object | None = None  # a pending node of the radix tree, see Scheduler._admit
+    cached_tokens: int = 0  # of the prompt, at first admission
+    last_on_worker: bool = False  # the row's last token was sampled there, no need to send it
+    lost_tokens: int = 0  # computed before the last preemption and not again yet
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_to_do(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the token that was sampled last is left to compute."""
+        return self.num_to_do == 1 and self.num_output > 0
+
+    def finish_reason(self, end_ids: frozenset[TokenId], max_model_len: int) -> FinishReason | None:
+        """Whether the token appended last ends the sequence."""
+        sampling, last = self.request.sampling, self.tokens[-1]
+        if self.num_output > sampling.min_tokens and last in self.stop_ids(end_ids):
+            return FinishReason.STOP
+        limit = sampling.max_tokens
+        if (limit is not None and self.num_output >= limit) or len(self.tokens) >= max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def stop_ids(self, end_ids: frozenset[TokenId]) -> frozenset[TokenId]:
+        """Tokens that end this sequence; the sampler bans them until min_tokens are out."""
+        own = frozenset(self.request.sampling.stop_token_ids)
+        return own if self.request.sampling.ignore_eos else own | end_ids
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            completion_tokens=self.num_output,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def times(self, finished_s: float) -> Times:
+        return Times(
+            arrived_s=self.request.arrived_s,
+            admitted_s=self.admitted_s,
+            first_token_s=self.first_token_s,
+            finished_s=finished_s,
+        )

@@ -1,0 +1,332 @@
+"""The values that travel between the boxes. All are frozen: whoever holds one may keep it.
+
+Owns: nothing. Knows: field meanings and units. Does not know: HTTP, kernels, pages' contents.
+
+Those that cross the process boundary (`Request`, `Abort`, `Event`s, `Hello`, `StepReport`) and those
+that a recording keeps (`StepPlan`) are msgspec structs, so that the wire format *is* the type.
+Times are seconds of `time.monotonic()`, which on one host is the same clock in every process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TokenId = int
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Every accepted request ends with exactly one of them."""
+
+    STOP = "stop"  # an end-of-generation token, a stop token id or a stop string
+    LENGTH = "length"  # max_tokens or the context is used up
+    ABORT = "abort"  # the client went away or the server is shutting down
+    ERROR = "error"  # this request failed; its neighbours did not
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of everything that crosses the process boundary or is recorded."""
+
+
+# ------------------------------------------------------------------------------------ requests
+
+
+class SamplingParams(Wire):
+    """How to choose the next token. Names, meanings and neutral values are vLLM's.
+
+    Order of application: penalties, logit_bias, min_tokens, temperature, top_k, top_p, min_p.
+    Logprobs are of the model's own distribution, before any of these.
+    """
+
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None = the front end draws one; a Request always carries a number
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: dict[TokenId, float] = {}
+    logprobs: int | None = None  # None = off; k = the chosen token's and the k best ones'
+    max_tokens: int | None = None  # None = until the context is full
+    min_tokens: int = 0  # no end or stop token before this many
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # matched by the text side, never by the engine
+    stop_token_ids: tuple[TokenId, ...] = ()
+    n: int = 1  # expanded into n Requests before the engine sees it
+
+
+class Request(Wire):
+    """One sequence to generate: one choice of one prompt. `id` is unique over the server's life.
+
+    Invariant at the engine: 1 <= len(prompt) and len(prompt) + sampling.max_tokens <= max_model_len.
+    """
+
+    id: str
+    prompt: tuple[TokenId, ...]
+    sampling: SamplingParams
+    arrived_s: float
+    choice: int = 0  # which of the n: part of the key of its random numbers
+    cache_salt: str = ""  # prompts share cached pages only within one salt
+
+
+class Abort(Wire):
+    """Stop working on a request. `reason` STOP means that the text side matched a stop string."""
+
+    id: str
+    reason: FinishReason = FinishReason.ABORT
+
+
+class Shutdown(Wire):
+    """The engine loop ends; whatever still runs is aborted."""
+
+
+ToEngine = Request | Abort | Shutdown
+
+# ------------------------------------------------------------------------------------- events
+
+
+class Logprob(Wire):
+    """Natural-log probabilities at one position: the chosen token and the best alternatives."""
+
+    chosen: float
+    top: tuple[tuple[TokenId, float], ...] = ()  # best first, ties to the lower id
+
+
+class Usage(Wire):
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+
+
+class Times(Wire):
+    """Moments in the life of a request; None = it never got there."""
+
+    arrived_s: float
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+class Tokens(Wire):
+    """New tokens of a request, in order."""
+
+    id: str
+    ids: tuple[TokenId, ...]
+    ends: bool = False  # the last id is an end or stop token: it counts, but it is not text
+    logprobs: tuple[Logprob, ...] = ()  # one per id where the request asked for them
+
+
+class Finished(Wire):
+    """The last event of a request."""
+
+    id: str
+    reason: FinishReason
+    usage: Usage
+    times: Times
+    stop_token: TokenId | None = None  # which token ended it, where one did
+    error: str | None = None  # for ERROR: a sentence for the client
+
+
+class Refused(Wire):
+    """The only event of a request that the engine did not accept."""
+
+    id: str
+    message: str
+    status: int = 400
+    retry_after_s: float | None = None
+
+
+Event = Tokens | Finished | Refused
+
+
+class Counters(Wire):
+    """Totals since the engine's start, in tokens unless named otherwise; they never decrease."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # of admitted requests, counted once per request
+    computed_tokens: int = 0  # run through the model, recomputation included
+    generation_tokens: int = 0
+    prefix_queries: int = 0  # tokens looked up in the prefix cache
+    prefix_hits: int = 0
+    preemptions: int = 0  # events
+    recomputed_tokens: int = 0  # had been computed before a preemption and were again
+
+
+class Load(Wire):
+    """What the engine holds at the end of a step. free + cached + held = total pages, always."""
+
+    running: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0  # in the radix tree, held by nobody: evictable
+    held_pages: int = 0
+    total_pages: int = 0
+
+
+class StepTimes(Wire):
+    """Where one step's time went, milliseconds."""
+
+    plan_ms: float = 0.0
+    run_ms: float = 0.0
+    commit_ms: float = 0.0
+
+
+class StepReport(Wire):
+    """One message per step: what happened and what the engine holds now."""
+
+    events: tuple[Event, ...] = ()
+    load: Load = Load()
+    counters: Counters = Counters()
+    times: StepTimes | None = None  # None: nothing ran (only refusals or aborts to report)
+    batch_tokens: int = 0
+    batch_sequences: int = 0
+
+
+class Heartbeat(Wire):
+    """A step that may take long begins: how long it should take."""
+
+    predicted_ms: float
+
+
+class Hello(Wire):
+    """The engine is ready: what the text side needs to know about the model and the capacity."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    end_token_ids: tuple[TokenId, ...]
+    block_size: int
+    total_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_dtype: str
+    fingerprint: str  # model, kernel set and KV dtype: what a repeated answer needs to be equal
+
+
+class EngineFailed(Wire):
+    """The engine cannot go on; the process ends after this."""
+
+    message: str
+
+
+FromEngine = StepReport | Heartbeat | Hello | EngineFailed
+
+# --------------------------------------------------------------------------------------- plans
+
+
+class RowSetup(Wire):
+    """A sequence takes a row of the worker's state; sent before its first chunk there."""
+
+    row: int
+    sampling: SamplingParams
+    choice: int
+    num_prompt: int  # tokens; positions from here on are output
+    pages: tuple[int, ...]  # what the prefix cache found, in order of position
+    end_token_ids: tuple[TokenId, ...]  # banned while fewer than min_tokens are out
+    history: tuple[TokenId, ...] = ()  # all tokens so far, only where penalties need them
+
+
+class Chunk(Wire):
+    """`num_tokens` tokens of one row from position `start` on, computed in this step.
+
+    `tokens` is empty for a decode: the worker knows the row's last sampled token.
+    """
+
+    row: int
+    start: int
+    num_tokens: int
+    tokens: tuple[TokenId, ...] = ()
+    new_pages: tuple[int, ...] = ()  # appended to the row's page table before computing
+    sample: bool = False  # the last token's logits choose the next token
+
+
+class StepPlan(Wire):
+    """Everything one step does, as a value: what a worker gets, a recording keeps, tests compare."""
+
+    step: int
+    setups: tuple[RowSetup, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class Sampled(Wire):
+    """What a row got: a token, or the reason why it failed (its neighbours did not)."""
+
+    row: int
+    token: TokenId = -1
+    logprob: Logprob | None = None
+    error: str | None = None
+
+
+class StepResult(Wire):
+    step: int
+    sampled: tuple[Sampled, ...] = ()
+
+
+# --------------------------------------------------------------------------------------- models
+
+
+class RopeSpec(Wire):
+    """Rotary embedding. `kind`: default, linear, dynamic, llama3 or yarn (names of Hugging Face).
+
+    `parameters` keeps the scaling numbers under Hugging Face's config names (factor,
+    original_max_position_embeddings, low_freq_factor, high_freq_factor, beta_fast, beta_slow,
+    attention_factor, mscale, mscale_all_dim).
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    parameters: dict[str, float] = {}
+    frequency_factors: tuple[float, ...] = ()  # GGUF's rope_freqs tensor: divides each frequency
+
+
+class ModelSpec(Wire):
+    """A dense decoder's structure, from whichever file format. Dimensions in elements."""
+
+    architecture: str  # llama, qwen2, qwen3, mistral
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    rms_eps: float
+    rope: RopeSpec
+    context: int  # trained context, tokens
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as it lies in a file: still packed, mapped and not read yet.
+
+    `kind` is GGUF's type name (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K);
+    safetensors' types use the same names. `shape` is in numpy order: [out, in] for a matrix.
+    Rows (the last axis) are contiguous byte runs, so rows may be selected or permuted while packed.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]  # [bytes], read-only view of the mapping
+
+    def permute_rows(self, order: NDArray[np.int64]) -> StoredTensor:
+        """The same tensor with its first axis in another order; copies the packed bytes."""
+        rows = self.data.reshape(self.shape[0], -1)
+        return StoredTensor(self.name, self.kind, self.shape, rows[order].reshape(-1))

@@ -1,0 +1,1 @@
+"""Runs step plans on a model: batches, per-row state, sampling."""

@@ -1,0 +1,35 @@
+"""From the chunks of a plan to the flat arrays that layers and kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from toque.kernels.api import ForwardBatch
+from toque.types import Chunk
+from toque.worker.state import DeviceState
+
+
+def build_batch(chunks: Sequence[Chunk], state: DeviceState) -> ForwardBatch:
+    """Lay the chunks one after another. See ForwardBatch for shapes."""
+    lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)  # [chunks]
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)  # [chunks]
+    rows = np.array([chunk.row for chunk in chunks], dtype=np.int32)  # [chunks]
+    chunk_starts = np.zeros(len(chunks) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=chunk_starts[1:])
+    of_chunk = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]
+    within = np.arange(chunk_starts[-1], dtype=np.int32) - chunk_starts[of_chunk]  # [tokens]
+    positions = starts[of_chunk] + within  # [tokens]
+    page_table = state.page_table[rows, : int(state.num_pages[rows].max())]  # [chunks, pages]
+    page = page_table[of_chunk, positions // state.block_size].astype(np.int64)  # [tokens]
+    sampling = np.array([chunk.sample for chunk in chunks], dtype=np.bool_)
+    return ForwardBatch(
+        ids=np.array([t for chunk in chunks for t in state.tokens_of(chunk)], dtype=np.int32),
+        positions=positions.astype(np.int32),
+        chunk_starts=chunk_starts,
+        context_lens=starts + lengths,
+        page_table=np.ascontiguousarray(page_table),
+        write_at=page * state.block_size + positions % state.block_size,
+        output_rows=(chunk_starts[1:] - 1)[sampling],
+    )

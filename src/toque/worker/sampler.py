@@ -1,0 +1,146 @@
+"""From one row of logits to one token.
+
+Owns: per row, what the penalties need to remember. Knows: SamplingParams. Does not know: batches,
+pages, text. Every choice is a function of (logits, params, history, seed, choice, position) alone.
+
+The order is SamplingParams': penalties, logit_bias, min_tokens, temperature, top_k, top_p, min_p.
+Ties always go to the lower token id. Nothing here sorts the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toque.types import Logprob, RowSetup, Sampled, SamplingParams, TokenId
+from toque.worker.rng import uniform
+
+Row = NDArray[np.float32]  # [vocab]
+Ids = NDArray[np.int64]
+
+
+class RowSampler:
+    """The sampling state of one row."""
+
+    def __init__(self, setup: RowSetup) -> None:
+        self.params = setup.sampling
+        self.choice = setup.choice
+        self.num_prompt = setup.num_prompt
+        self._end_ids = np.array(setup.end_token_ids, dtype=np.int64)
+        self._seen = set(setup.history)  # prompt and output, for repetition_penalty
+        self._output_counts: dict[TokenId, int] = {}
+        for token in setup.history[setup.num_prompt :]:
+            self._count(token)
+        params = setup.sampling
+        self._penalized = params.repetition_penalty != 1.0 or (
+            params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+
+    def _count(self, token: TokenId) -> None:
+        self._output_counts[token] = self._output_counts.get(token, 0) + 1
+
+    def sample(self, logits: Row, position: int) -> Sampled:
+        """Choose the token that will stand at `position`. NaN or infinite logits are this row's
+        own failure."""
+        if not np.isfinite(logits.max()):
+            return Sampled(row=-1, error="the model produced logits that are not numbers")
+        adjusted = self._adjust(logits, position)
+        params = self.params
+        if params.temperature == 0.0:
+            token = int(adjusted.argmax())
+        else:
+            assert params.seed is not None
+            token = draw(adjusted, params, uniform(params.seed, self.choice, position))
+        if self._penalized:
+            self._seen.add(token)
+            self._count(token)
+        wanted = params.logprobs
+        logprob = None if wanted is None else logprob_of(logits, token, wanted)
+        return Sampled(row=-1, token=token, logprob=logprob)
+
+    def _adjust(self, logits: Row, position: int) -> Row:
+        """Penalties, bias and bans; the row itself when there are none, else a changed copy."""
+        params = self.params
+        banned = len(self._end_ids) > 0 and position - self.num_prompt < params.min_tokens
+        if not (self._penalized or params.logit_bias or banned):
+            return logits
+        out = logits.copy()
+        if self._penalized:
+            self._penalize(out)
+        for token, bias in params.logit_bias.items():
+            out[token] += np.float32(bias)
+        if banned:
+            out[self._end_ids] = -np.inf
+        return out
+
+    def _penalize(self, out: Row) -> None:
+        """Repetition: arXiv:1909.05858 section 4.1; presence and frequency: OpenAI's API reference."""
+        params = self.params
+        if params.repetition_penalty != 1.0 and self._seen:
+            ids = np.fromiter(self._seen, dtype=np.int64)
+            seen, factor = out[ids], np.float32(params.repetition_penalty)
+            out[ids] = np.where(seen > 0, seen / factor, seen * factor)
+        if self._output_counts:
+            ids = np.fromiter(self._output_counts.keys(), dtype=np.int64)
+            counts = np.fromiter(self._output_counts.values(), dtype=np.float32)
+            out[ids] -= (
+                np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty)
+            )
+
+
+def draw(logits: Row, params: SamplingParams, u: float) -> TokenId:
+    """One token by inverting the cumulative distribution, in order of id, at `u` in [0, 1)."""
+    scaled = logits.astype(np.float64) / params.temperature  # [vocab]
+    ids = top_ids(logits, params.top_k) if params.top_k > 0 else None
+    kept = scaled if ids is None else scaled[np.sort(ids)]
+    kept_ids = np.arange(len(scaled)) if ids is None else np.sort(ids)
+    weights = np.exp(kept - kept.max())  # [kept]
+    if params.top_p < 1.0:
+        inside = nucleus(weights, params.top_p)
+        kept_ids, weights = kept_ids[inside], weights[inside]
+    if params.min_p > 0.0:
+        inside = weights >= params.min_p * weights.max()
+        kept_ids, weights = kept_ids[inside], weights[inside]
+    cumulative = np.cumsum(weights)
+    index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+    # u * total may round up to the total: then the last token that has any weight is meant.
+    index = min(index, int(np.flatnonzero(weights)[-1]))
+    return int(kept_ids[index])
+
+
+def top_ids(logits: Row, k: int) -> Ids:
+    """The k largest, best first, ties to the lower id; all of them when k exceeds the row."""
+    k = min(k, len(logits))
+    threshold = np.partition(logits, len(logits) - k)[len(logits) - k]
+    above = np.flatnonzero(logits > threshold)
+    ties = np.flatnonzero(logits == threshold)[: k - len(above)]
+    ids = np.concatenate([above, ties])
+    return ids[np.lexsort((ids, -logits[ids]))]
+
+
+def nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.bool_]:  # [n] -> [n]
+    """The smallest set of the most probable tokens that reaches top_p (arXiv:1904.09751).
+
+    All tokens below (1 - top_p) / n together hold less than 1 - top_p, so the set is complete
+    before it comes to them: only the others are sorted.
+    """
+    probabilities = weights / weights.sum()
+    bound = 0.5 * (1.0 - top_p) / len(weights)  # half: room for rounding
+    candidates = np.flatnonzero(probabilities >= bound)
+    order = candidates[np.lexsort((candidates, -probabilities[candidates]))]
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    inside = np.zeros(len(weights), dtype=np.bool_)
+    inside[order[before < top_p]] = True
+    inside[order[0]] = True  # top_p = 0 keeps the best one
+    return inside
+
+
+def logprob_of(logits: Row, token: TokenId, num_top: int) -> Logprob:
+    """Log-softmax of the raw logits at the chosen token and at the best `num_top` ones."""
+    shifted = logits.astype(np.float64) - float(logits.max())  # [vocab]
+    log_total = float(np.log(np.exp(shifted).sum()))
+    best = top_ids(logits, num_top) if num_top > 0 else np.empty(0, dtype=np.int64)
+    return Logprob(
+        chosen=float(shifted[token]) - log_total,
+        top=tuple((int(i), float(shifted[i]) - log_total) for i in best),
+    )

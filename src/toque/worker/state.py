@@ -1,0 +1,45 @@
+"""What the worker keeps per row between steps, and the pages of the KV pool.
+
+Owns: KV pages, page tables, last sampled tokens, sampling state. Knows: StepPlan.
+Does not know: which page belongs to whom (the plan says), or when a sequence ends.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from toque.kernels.api import Ints, LayerKV
+from toque.types import Chunk, RowSetup, StepPlan
+from toque.worker.sampler import RowSampler
+
+
+class DeviceState:
+    def __init__(self, num_rows: int, max_pages_per_row: int, kv: list[LayerKV]) -> None:
+        self.kv = kv
+        self.block_size = kv[0].block_size
+        self.page_table: Ints = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
+        self.num_pages = np.zeros(num_rows, dtype=np.int32)  # [rows]
+        self.last_token = np.zeros(num_rows, dtype=np.int32)  # [rows]
+        self.samplers: list[RowSampler | None] = [None] * num_rows
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over what the plan says about rows, before anything is computed. Not repeatable:
+        new pages are appended."""
+        for setup in plan.setups:
+            self._set_up(setup)
+        for chunk in plan.chunks:
+            self._append_pages(chunk.row, chunk.new_pages)
+
+    def _set_up(self, setup: RowSetup) -> None:
+        self.num_pages[setup.row] = 0
+        self._append_pages(setup.row, setup.pages)
+        self.samplers[setup.row] = RowSampler(setup)
+
+    def _append_pages(self, row: int, pages: tuple[int, ...]) -> None:
+        begin = int(self.num_pages[row])
+        self.page_table[row, begin : begin + len(pages)] = pages
+        self.num_pages[row] = begin + len(pages)
+
+    def tokens_of(self, chunk: Chunk) -> tuple[int, ...]:
+        """The chunk's token ids; a decode's is the one that was sampled here last."""
+        return chunk.tokens or (int(self.last_token[chunk.row]),)

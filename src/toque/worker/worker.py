@@ -1,0 +1,89 @@
+"""The worker: runs a step plan on a model and samples.
+
+Owns: the DeviceState. Knows: the model's forward, the sampler. Does not know: requests, the
+scheduler's lists, whether a sequence goes on after this step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from toque.kernels.api import Floats, ForwardBatch, LayerKV
+from toque.types import Chunk, RowSetup, Sampled, SamplingParams, StepPlan, StepResult
+from toque.worker.batch import build_batch
+from toque.worker.state import DeviceState
+
+log = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
+        """Logits [outputs, vocab] of batch.output_rows; writes K and V of all tokens into kv."""
+
+
+class Worker:
+    """An engine.Executor on this machine."""
+
+    def __init__(self, model: Model, state: DeviceState) -> None:
+        self._model = model
+        self._state = state
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._state.apply(plan)
+        return StepResult(step=plan.step, sampled=tuple(self._compute(plan.chunks)))
+
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Sampled]:
+        """Forward and sample. If the batch fails, each chunk is tried alone, so that whatever is
+        wrong with one stays there. Trying again is harmless: K and V are written to the same
+        places with the same values, and random numbers hang on positions, not on tries."""
+        try:
+            logits = self._model.forward(build_batch(chunks, self._state), self._state.kv)
+        except Exception as error:
+            if len(chunks) == 1:
+                log.exception("a sequence failed in the forward pass")
+                return [Sampled(row=chunks[0].row, error=f"the model failed: {type(error).__name__}")]
+            return [sampled for chunk in chunks for sampled in self._compute([chunk])]
+        outputs = [chunk for chunk in chunks if chunk.sample]
+        return [self._sample(chunk, row) for chunk, row in zip(outputs, logits, strict=True)]
+
+    def _sample(self, chunk: Chunk, logits: Floats) -> Sampled:  # logits: [vocab]
+        sampler = self._state.samplers[chunk.row]
+        assert sampler is not None
+        try:
+            sampled = sampler.sample(logits, chunk.start + chunk.num_tokens)
+        except Exception as error:
+            log.exception("a sequence failed in sampling")
+            return Sampled(row=chunk.row, error=f"sampling failed: {type(error).__name__}")
+        self._state.last_token[chunk.row] = sampled.token
+        return Sampled(
+            row=chunk.row, token=sampled.token, logprob=sampled.logprob, error=sampled.error
+        )
+
+
+def measure_prefill(worker: Worker, num_tokens: int, block_size: int) -> float:
+    """Tokens per second of a short prompt, run in row 0 and pages 0.. before anybody is served.
+
+    The better of two runs: the first one touches the weights for the first time.
+    """
+    setup = RowSetup(
+        row=0,
+        sampling=SamplingParams(temperature=0.0, seed=0),
+        choice=0,
+        num_prompt=num_tokens,
+        pages=tuple(range(-(-num_tokens // block_size))),
+        end_token_ids=(),
+    )
+    chunk = Chunk(row=0, start=0, num_tokens=num_tokens, tokens=(0,) * num_tokens, sample=True)
+    best_s = np.inf
+    for _ in range(2):
+        t0 = time.perf_counter()
+        result = worker.run(StepPlan(step=0, setups=(setup,), chunks=(chunk,)))
+        best_s = min(best_s, time.perf_counter() - t0)
+        if result.sampled[0].error is not None:
+            raise RuntimeError(result.sampled[0].error)
+    return num_tokens / float(best_s)

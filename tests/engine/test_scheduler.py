@@ -1,0 +1,260 @@
+"""The scheduler and the cache under a virtual engine: whatever happens, the tokens are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.fake import END, VOCAB, PageExecutor, expected_tokens, request
+from toque.memory.manager import CacheManager
+from toque.scheduler.policy import Fcfs
+from toque.scheduler.scheduler import Draft, Limits, Scheduler
+from toque.types import Finished, FinishReason, Request, Tokens
+
+
+@dataclass
+class Sizes:
+    rows: int = 4
+    step_tokens: int = 16
+    model_len: int = 48
+    pages: int = 64
+    block: int = 4
+    chunked: bool = True
+    caching: bool = True
+
+
+class Engine:
+    """Scheduler + executor without a channel; collects what each request got."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.cache = CacheManager(sizes.pages, sizes.block, sizes.caching)
+        limits = Limits(
+            sizes.rows, sizes.step_tokens, sizes.model_len, VOCAB, sizes.chunked, frozenset({END})
+        )
+        self.scheduler = Scheduler(limits, self.cache, Fcfs())
+        self.executor = PageExecutor(sizes.block)
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, Finished] = {}
+
+    def add(self, wanted: Request) -> None:
+        assert self.scheduler.add(wanted) is None
+        self.tokens[wanted.id] = []
+
+    def step(self) -> None:
+        plan = self.scheduler.plan(0.0)
+        if plan is None:
+            return
+        assert plan.num_tokens <= self.sizes.step_tokens
+        assert len({chunk.row for chunk in plan.chunks}) == len(plan.chunks) <= self.sizes.rows
+        for event in self.scheduler.commit(plan, self.executor.run(plan), 0.0):
+            if isinstance(event, Tokens):
+                self.tokens[event.id] += event.ids
+            elif isinstance(event, Finished):
+                assert event.id not in self.finished, "a request finished twice"
+                self.finished[event.id] = event
+        self.scheduler.check()
+
+    def abort(self, name: str) -> None:
+        finished = self.scheduler.abort(name, FinishReason.ABORT, 0.0)
+        if finished is not None:
+            self.finished[name] = finished
+        self.scheduler.check()
+
+    def drain(self, limit_steps: int = 5000) -> None:
+        for _ in range(limit_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+
+sizes = st.builds(
+    Sizes,
+    rows=st.integers(1, 4),
+    step_tokens=st.sampled_from([4, 7, 16, 48]),
+    model_len=st.just(32),
+    pages=st.integers(8, 30),
+    block=st.just(4),
+    chunked=st.booleans(),
+    caching=st.booleans(),
+).filter(lambda s: s.chunked or s.step_tokens >= s.model_len)
+
+# Prompts that share beginnings often: a few stems, cut anywhere, with a short tail.
+prompts = st.builds(
+    lambda stem, length, tail: ([stem] * length + tail)[:31] or [1],
+    st.integers(1, 2),
+    st.integers(0, 28),
+    st.lists(st.integers(1, 3), max_size=4),
+)
+# (steps before it arrives, prompt, max_tokens, seed, abort after so many steps or never)
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 4),
+        prompts,
+        st.integers(1, 20),
+        st.integers(0, 2),
+        st.none() | st.integers(0, 12),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sizes, arrivals)
+def test_tokens_do_not_depend_on_batching_chunking_caching_or_preemption(
+    sizes: Sizes, arrivals: list[tuple[int, list[int], int, int, int | None]]
+) -> None:
+    engine = Engine(sizes)
+    requests: dict[str, Request] = {}
+    aborts: dict[int, list[str]] = {}
+    now = 0
+    for number, (pause, prompt, max_tokens, seed, abort_after) in enumerate(arrivals):
+        for _ in range(pause):
+            for name in aborts.pop(now, []):
+                engine.abort(name)
+            engine.step()
+            now += 1
+        wanted = request(f"r{number}", prompt, max_tokens, seed)
+        requests[wanted.id] = wanted
+        engine.add(wanted)
+        if abort_after is not None:
+            aborts.setdefault(now + abort_after, []).append(wanted.id)
+    while aborts:
+        for name in aborts.pop(now, []):
+            engine.abort(name)
+        engine.step()
+        now += 1
+    engine.drain()
+
+    assert set(engine.finished) == set(requests)
+    for name, wanted in requests.items():
+        expected = expected_tokens(wanted, sizes.model_len)
+        if engine.finished[name].reason is FinishReason.ABORT:
+            assert engine.tokens[name] == expected[: len(engine.tokens[name])]
+        else:
+            assert engine.tokens[name] == expected
+        assert engine.finished[name].usage.completion_tokens == len(engine.tokens[name])
+    load, counters = engine.scheduler.load(), engine.scheduler.counters()
+    assert load.held_pages == load.running == load.waiting == 0
+    assert counters.generation_tokens == sum(map(len, engine.tokens.values()))
+    if not sizes.caching:
+        assert load.free_pages == load.total_pages
+
+
+def test_a_waiting_sequence_shares_what_a_running_one_is_computing() -> None:
+    """In-flight sharing: of eight equal prompts that arrive together one is computed, seven wait."""
+    engine = Engine(Sizes(rows=8, step_tokens=64, model_len=48))
+    prompt = [1] * 33
+    for number in range(8):
+        engine.add(request(f"r{number}", prompt, max_tokens=4, seed=number))
+    engine.drain()
+    counters = engine.scheduler.counters()
+    # The first computes 33 prompt tokens, each other one the single token behind the shared pages.
+    assert counters.prefix_hits == 7 * 32
+    assert sum(f.usage.cached_tokens for f in engine.finished.values()) == 7 * 32
+
+
+def test_decodes_are_not_stopped_by_a_long_prompt() -> None:
+    """While a prompt of many chunks is computed, a running sequence gets a token in every step."""
+    engine = Engine(Sizes(step_tokens=8, model_len=48))
+    engine.add(request("short", [1, 2], max_tokens=40, ignore_eos=True))
+    engine.step()
+    engine.add(request("long", [3] * 40, max_tokens=1, ignore_eos=True))
+    while "long" not in engine.finished:
+        before = len(engine.tokens["short"])
+        engine.step()
+        assert len(engine.tokens["short"]) == before + 1
+
+
+def test_first_come_first_served() -> None:
+    """With one row, answers come in the order of arrival."""
+    engine = Engine(Sizes(rows=1))
+    for number in range(6):
+        engine.add(request(f"r{number}", [number + 1] * 3))
+    engine.drain()
+    assert list(engine.finished) == [f"r{number}" for number in range(6)]
+
+
+def test_preemption_takes_the_latest_comer_and_it_comes_back() -> None:
+    engine = Engine(Sizes(pages=12, model_len=48, caching=True))
+    engine.add(request("old", [1] * 4, max_tokens=40, ignore_eos=True))
+    engine.add(request("young", [2] * 4, max_tokens=40, ignore_eos=True))
+    engine.drain()
+    counters = engine.scheduler.counters()
+    assert counters.preemptions > 0
+    assert list(engine.finished) == ["old", "young"]
+    assert counters.prompt_tokens == 8, "a sequence that comes back is not counted again"
+
+
+def test_a_sequence_that_comes_back_sends_its_tokens_again() -> None:
+    """Its new row does not know the last token, even where the first chunk is one token long."""
+    engine = Engine(Sizes(rows=2, step_tokens=2, model_len=40, caching=False))
+    old = request("old", [1], max_tokens=39, ignore_eos=True)
+    young = request("young", [2], max_tokens=20, ignore_eos=True)
+    engine.add(old)
+    engine.add(young)
+    for _ in range(6):
+        engine.step()
+    engine.scheduler._preempt(engine.scheduler._sequences["young"], Draft(2))
+    engine.drain()
+    assert engine.tokens["old"] == expected_tokens(old, 40)
+    assert engine.tokens["young"] == expected_tokens(young, 40)
+
+
+def test_a_failing_row_ends_alone() -> None:
+    """An error of one row is that request's last event; the others' tokens do not change."""
+    engine = Engine(Sizes())
+    good, bad = request("good", [1, 2, 3]), request("bad", [9, 9, 9])
+    engine.add(good)
+    engine.add(bad)
+    plan = engine.scheduler.plan(0.0)
+    assert plan is not None
+    result = engine.executor.run(plan)
+    bad_row = plan.chunks[1].row
+    broken = [
+        msgspec.structs.replace(s, error="boom") if s.row == bad_row else s for s in result.sampled
+    ]
+    events = engine.scheduler.commit(plan, msgspec.structs.replace(result, sampled=broken), 0.0)
+    failed = [event for event in events if isinstance(event, Finished)]
+    assert [(e.id, e.reason, e.error) for e in failed] == [("bad", FinishReason.ERROR, "boom")]
+    engine.tokens["good"] = [t for e in events if isinstance(e, Tokens) for t in e.ids]
+    engine.drain()
+    assert engine.tokens["good"] == expected_tokens(good, 48)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "complaint"),
+    [
+        (request("a", []), "no tokens"),
+        (request("a", [1] * 48), "context of 48"),
+        (request("a", [VOCAB]), "vocabulary"),
+        (request("a", [-1]), "vocabulary"),
+        (request("a", [1], max_tokens=0), "max_tokens"),
+    ],
+)
+def test_what_serve_should_have_refused_is_refused_by_name(wanted: Request, complaint: str) -> None:
+    engine = Engine(Sizes())
+    refused = engine.scheduler.add(wanted)
+    assert refused is not None
+    assert complaint in refused.message
+    assert not engine.scheduler.has_work
+
+
+def test_min_tokens_and_stop_token_ids() -> None:
+    """A stop token counts as output, names itself, and does nothing before min_tokens."""
+    engine = Engine(Sizes())
+    free = request("free", [5, 6], max_tokens=20, ignore_eos=True)
+    wanted = expected_tokens(free, 48)
+    stop = wanted[3]
+    first = wanted.index(stop)
+    engine.add(request("stop", [5, 6], max_tokens=20, ignore_eos=True, stop_token_ids=(stop,)))
+    engine.drain()
+    assert engine.tokens["stop"] == wanted[: first + 1]
+    assert engine.finished["stop"].stop_token == stop
+    assert engine.finished["stop"].reason is FinishReason.STOP
