@@ -1,0 +1,1 @@
+"""Measurements that anyone can repeat: each prints a table for people and one JSON line."""
