@@ -27,6 +27,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     model_name: str
     options: EngineOptions
+    server_pid: int = 0  # whose child this is: when it is gone, so is the engine
 
 
 def start_engine(orders: Orders) -> subprocess.Popen[bytes]:
@@ -37,7 +38,8 @@ def start_engine(orders: Orders) -> subprocess.Popen[bytes]:
         start_new_session=True,
     )
     assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(orders) + b"\n")
+    complete = msgspec.structs.replace(orders, server_pid=os.getpid())
+    child.stdin.write(msgspec.json.encode(complete) + b"\n")
     child.stdin.close()
     return child
 
@@ -56,7 +58,6 @@ def main() -> int:
     why on the channel and in the log."""
     for number in (signal.SIGINT, signal.SIGTERM):  # service managers signal every process
         signal.signal(number, signal.SIG_IGN)
-    parent = os.getppid()
     setup_logging()
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     from toque.build import build_engine  # after the signals are set: this takes a moment
@@ -66,7 +67,7 @@ def main() -> int:
     try:
         engine = build_engine(Path(orders.model_path), orders.model_name, orders.options, port)
         port.send(engine.hello)
-        engine.core.run(keep_going=lambda: os.getppid() == parent)
+        engine.core.run(keep_going=lambda: os.getppid() == orders.server_pid)
         return 0
     except ToqueError as error:
         port.send(EngineFailed(message=str(error)))

@@ -1,7 +1,7 @@
 """A model that is a hash function, run by an executor that has nothing but pages to remember with.
 
 The next token is a function of *all tokens as they stand in the row's pages*. If the scheduler or
-the cache ever hands out a wrong page, skips a token or computes one twice at another place, the text
+the cache ever hands out a wrong page, skips a token or computes one at another place, the text
 differs from what `expected_tokens` gets by applying the function to the request alone.
 """
 

@@ -1,7 +1,7 @@
 """The same tokens, and the same bits, however a request is computed.
 
-{alone, batched} x {one chunk, many} x {cold, hit, in flight} x {roomy, preempted}, on a small random
-model with the compiled kernels. The oracle is the simplest of all ways: each request alone, in one
+{alone, batched} x {one chunk, many} x {cold, hit, in flight} x {roomy, preempted}, on a small
+random model with the compiled kernels. The oracle is the simplest of all ways: each request alone, in one
 chunk, with the cache off. Logits are recorded where the worker samples, and compared bit for bit.
 """
 
@@ -183,9 +183,7 @@ def test_float16_pages_are_just_as_invariant(loaded: Loaded) -> None:
     base = replace(CONFIG, kv_cache_dtype="float16")
     parts = [answer(loaded, base, [request]) for request in requests()]
     reference = {place: row for part in parts for place, row in part.logits.items()}
-    tight = replace(
-        base, max_num_batched_tokens=16, enable_prefix_caching=True, total_pages=20
-    )
+    tight = replace(base, max_num_batched_tokens=16, enable_prefix_caching=True, total_pages=20)
     got = answer(loaded, tight, requests(), gap=2)
     assert all(row == reference[place] for place, row in got.logits.items())
     assert got.preemptions > 0

@@ -148,7 +148,7 @@ def test_tokens_do_not_depend_on_batching_chunking_caching_or_preemption(
 
 
 def test_a_waiting_sequence_shares_what_a_running_one_is_computing() -> None:
-    """In-flight sharing: of eight equal prompts that arrive together one is computed, seven wait."""
+    """In-flight sharing: of eight equal prompts that arrive together one is computed."""
     engine = Engine(Sizes(rows=8, step_tokens=64, model_len=48))
     prompt = [1] * 33
     for number in range(8):
