@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 TINY_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "vocab_size": 256,
+    "vocab_size": 259,
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -34,9 +37,26 @@ def smollm2_path() -> Path:
     return locate("smollm2").path
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
 @pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the config of a model that computes in microseconds, for load_format dummy."""
+    """A folder with config and tokenizer of a model that computes in microseconds, for load_format
+    dummy: ids 0, 1, 2 are control tokens, 3 .. 258 the bytes."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {char: 3 + i for i, char in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "chat_template": CHAT_TEMPLATE})
+    )
     return folder

@@ -1,8 +1,8 @@
 """The same tokens, and the same bits, however a request is computed.
 
 {alone, batched} x {one chunk, many} x {cold, hit, in flight} x {roomy, preempted}, on a small
-random model with the compiled kernels. The oracle is the simplest of all ways: each request alone, in one
-chunk, with the cache off. Logits are recorded where the worker samples, and compared bit for bit.
+random model with the compiled kernels. The oracle is the simplest of all ways: each
+request alone, in one chunk, with the cache off. Logits are recorded where the worker samples.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_hello_work_and_shutdown(tmp_path: Path, tiny_config: Path) -> None:
         async with engine(orders(tmp_path, tiny_config)) as (child, port):
             hello = await receive(port)
             assert isinstance(hello, Hello)
-            assert hello.vocab_size == 256
+            assert hello.vocab_size == 259
             assert hello.end_token_ids == (2,)
             child.send_signal(signal.SIGINT)
             child.send_signal(signal.SIGTERM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def pull(model: str) -> int:
     from toque.files.fetch import locate
-    from toque.files.progress import RichProgress
+    from toque.files.progress import terminal_progress
 
-    print(locate(model, progress=RichProgress()).path)
+    print(locate(model, progress=terminal_progress()).path)
     return 0

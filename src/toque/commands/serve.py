@@ -15,13 +15,18 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toque.config import EngineOptions, ServeOptions
 from toque.engine_process import Orders, exit_reason, setup_logging, start_engine
 from toque.errors import ConfigError, ToqueError
 from toque.files.fetch import Located, locate
-from toque.files.progress import RichProgress
+from toque.files.progress import terminal_progress
 from toque.types import EngineFailed
+
+if TYPE_CHECKING:
+    from toque.ipc import InProcess
+    from toque.serve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +38,7 @@ def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
     has been fetched or loaded for it."""
     setup_logging()
     with bind(options.host, options.port) as listening:
-        located = locate(model, progress=RichProgress())
+        located = locate(model, progress=terminal_progress())
         names = options.served_model_name or located.served_names
         options = replace(options, served_model_name=names)
         if options.single_process:
@@ -84,7 +89,9 @@ async def _serve_in_two(
 
     port = ZmqServeEnd(Path(orders.folder), asyncio.ensure_future(engine_exit()))
     try:
-        return await run_server(listening, options, port, lambda: _tokenizer(located))
+        return await run_server(
+            listening, options, port, lambda: _tokenizer(located, orders.options)
+        )
     finally:
         port.close()
         await asyncio.to_thread(_end, child)
@@ -114,16 +121,14 @@ async def _serve_in_one(
         daemon=True,
     )
     thread.start()
-    code = await run_server(listening, options, channel, lambda: _tokenizer(located))
+    code = await run_server(listening, options, channel, lambda: _tokenizer(located, engine))
     await asyncio.to_thread(thread.join, ENGINE_EXIT_S)
     return code
 
 
-def _engine_thread(channel: object, located: Located, name: str, options: EngineOptions) -> None:
+def _engine_thread(channel: InProcess, located: Located, name: str, options: EngineOptions) -> None:
     from toque.build import build_engine
-    from toque.ipc import InProcess
 
-    assert isinstance(channel, InProcess)
     try:
         engine = build_engine(located.path, name, options, channel.engine)
         channel.engine.send(engine.hello)
@@ -136,8 +141,8 @@ def _engine_thread(channel: object, located: Located, name: str, options: Engine
         channel.engine.send(EngineFailed(message=f"the engine failed: {type(error).__name__}"))
 
 
-def _tokenizer(located: Located) -> object:
+def _tokenizer(located: Located, options: EngineOptions) -> Tokenizer:
     from toque.files.checkpoint import open_checkpoint
     from toque.serve.tokenizer import load_tokenizer
 
-    return load_tokenizer(open_checkpoint(located.path))
+    return load_tokenizer(open_checkpoint(located.path, options.load_format))

@@ -9,13 +9,13 @@ from typing import Any
 
 from toque.config import EngineOptions
 from toque.files.fetch import locate
-from toque.files.progress import RichProgress
+from toque.files.progress import terminal_progress
 from toque.llm import LLM
 from toque.types import SamplingParams
 
 
 def _open(model: str, options: EngineOptions) -> LLM:
-    locate(model, progress=RichProgress())
+    locate(model, progress=terminal_progress())
     return LLM(model, **dataclasses.asdict(options))
 
 

@@ -1,0 +1,100 @@
+"""A real `toque serve` in its own processes, for tests from outside."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+
+class Live:
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry `labels`."""
+        total = 0.0
+        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+            key, _, value = line.rpartition(" ")
+            if key.split("{")[0] == name and all(f'{k}="{v}"' in key for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    def wait_until(self, what: str, deadline_s: float = 30.0, **conditions: float) -> None:
+        """Poll metrics until each has its value."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            found = {name: self.metric(name) for name in conditions}
+            if found == conditions:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{what}: {found} instead of {conditions}\n{self.log()}")
+
+    def wait_idle(self) -> None:
+        """Nothing runs, nothing waits, no page is held."""
+        self.wait_until(
+            "the server does not come to rest",
+            toque_num_requests_running=0,
+            toque_num_requests_waiting=0,
+            toque_open_requests=0,
+        )
+        assert self.metric("toque_kv_cache_pages", state="held") == 0
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return int(children.split()[0])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(model: str, folder: Path, *flags: str) -> Iterator[Live]:
+    """Start, wait for /ready, stop. Whatever happens, no process is left behind."""
+    port, log = free_port(), folder / "serve.log"
+    command = [sys.executable, "-m", "toque", "serve", model, "--port", str(port), *flags]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
+    live = Live(process, port, log)
+    try:
+        _wait_ready(live)
+        yield live
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)  # the second one does not wait for streams
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"the server did not stop\n{live.log()}") from None
+
+
+def _wait_ready(live: Live) -> None:
+    for _ in range(1200):
+        if live.process.poll() is not None:
+            raise AssertionError(f"the server ended at start\n{live.log()}")
+        try:
+            if httpx.get(f"{live.url}/ready", timeout=10).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"the server is not ready after two minutes\n{live.log()}")
