@@ -63,10 +63,10 @@ def test_the_support_and_the_probabilities_are_those_of_transformers(
 ) -> None:
     """The distribution that `draw` inverts, read off at many u, equals the warpers' softmax."""
     logits = logits_of(seed)
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
+    scores = TemperatureLogitsWarper(temperature)(
+        None, torch.tensor(logits, dtype=torch.float64)[None]
     )
-    scores = TemperatureLogitsWarper(temperature)(None, torch.tensor(logits, dtype=torch.float64)[None])
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
@@ -157,7 +157,9 @@ def test_nan_and_infinity_are_the_rows_own_failure() -> None:
 
 
 def test_the_same_seed_and_position_give_the_same_number_and_others_do_not() -> None:
-    numbers = {uniform(seed, choice, p) for seed in range(4) for choice in range(4) for p in range(64)}
+    numbers = {
+        uniform(seed, choice, p) for seed in range(4) for choice in range(4) for p in range(64)
+    }
     assert len(numbers) == 4 * 4 * 64
     assert all(0 <= u < 1 for u in numbers)
     assert abs(np.mean(list(numbers)) - 0.5) < 0.03

@@ -1,0 +1,1 @@
+"""Model files: mapped readers (GGUF, safetensors), the model catalogue and how models get here."""

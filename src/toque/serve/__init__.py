@@ -1,0 +1,1 @@
+"""The text side: tokenizer, chat template, streams and the HTTP API."""
