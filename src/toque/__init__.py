@@ -1,7 +1,7 @@
 """toque: an inference engine for large language models.
 
-    from toque import LLM, SamplingParams
-    LLM("smollm2").generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
+from toque import LLM, SamplingParams
+LLM("smollm2").generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
 """
 
 from __future__ import annotations

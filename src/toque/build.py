@@ -115,9 +115,7 @@ def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
     return measure_prefill(worker, tokens, options.block_size)
 
 
-def assemble(
-    loaded: Loaded, config: EngineConfig, model_name: str, port: EnginePort
-) -> Engine:
+def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: EnginePort) -> Engine:
     """Put the boxes together."""
     spec = loaded.model.spec
     end_ids = end_token_ids(loaded.checkpoint)

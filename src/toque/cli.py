@@ -1,7 +1,7 @@
 """The `toque` command: flags and dispatch. Imports nothing heavy, so that --help is instant.
 
-Flags are made from the fields of EngineOptions and ServeOptions, so that a field is a flag, a keyword
-of `LLM` and a row of README's table, and there is one place to change it.
+Flags are made from the fields of EngineOptions and ServeOptions: a field is a flag, a keyword of
+`LLM` and a row of README's table, and there is one place to change it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from toque.errors import ToqueError
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 
 MODEL_HELP = (
-    "a catalogue name (qwen2.5-coder-0.5b, smollm2), a Hugging Face repo id, a folder or a .gguf file"
+    "catalogue name (qwen2.5-coder-0.5b, smollm2), Hugging Face repo id, folder or .gguf file"
 )
 
 
@@ -141,6 +141,4 @@ def _size(text: str) -> int:
 
 def _options(options: type[Any], arguments: argparse.Namespace) -> Any:
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(options)}
-    return options(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    )
+    return options(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})

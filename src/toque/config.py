@@ -157,9 +157,7 @@ def _default_pool_bytes(measured: Measured) -> int:
     return min(int(measured.free_memory_bytes * DEFAULT_KV_SHARE), DEFAULT_KV_BYTES_MAX)
 
 
-def _model_len(
-    options: EngineOptions, model: ModelSpec, total_pages: int, page_bytes: int
-) -> int:
+def _model_len(options: EngineOptions, model: ModelSpec, total_pages: int, page_bytes: int) -> int:
     """The longest sequence; one of that length always fits the pool."""
     fits_tokens = total_pages * options.block_size
     if fits_tokens < 2:
@@ -187,8 +185,8 @@ def _step_tokens(
     given = options.max_num_batched_tokens
     if given is not None and given < max_num_seqs:
         raise ConfigError(
-            f"--max-num-batched-tokens {given} is below --max-num-seqs {max_num_seqs}: a step could "
-            f"not give every running sequence its token; raise the former or lower the latter"
+            f"--max-num-batched-tokens {given} is below --max-num-seqs {max_num_seqs}: a step "
+            f"could not give every running sequence its token; raise the former or lower the latter"
         )
     if given is not None and not options.enable_chunked_prefill and given < max_model_len:
         raise ConfigError(

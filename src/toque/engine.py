@@ -55,7 +55,7 @@ class EngineCore:
         self._stopping = False
 
     def run(self, keep_going: Callable[[], bool] = lambda: True) -> None:
-        """Step until Shutdown arrives or `keep_going` says no (it is asked at least twice a second)."""
+        """Step until Shutdown arrives or `keep_going`, asked twice a second or more, says no."""
         while keep_going() and not self._stopping:
             self.step(0.0 if self.scheduler.has_work else IDLE_WAIT_S)
         events = self.scheduler.abort_all(FinishReason.ABORT, self._clock())

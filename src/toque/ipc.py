@@ -176,7 +176,7 @@ class ZmqServeEnd:
             self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> FromEngine:
-        incoming = self._inbox.recv()  # done already when a message is here
+        incoming = asyncio.ensure_future(self._inbox.recv())  # done already when a message is here
         if not incoming.done():
             await asyncio.wait((incoming, self._exit), return_when=asyncio.FIRST_COMPLETED)
         if not incoming.done():

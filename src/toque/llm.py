@@ -137,7 +137,7 @@ class LLM:
             room_tokens = context - len(output.prompt_token_ids)
             if room_tokens < 1:
                 raise RequestError(
-                    f"the prompt has {len(output.prompt_token_ids)} tokens and the context {context}"
+                    f"the prompt has {len(output.prompt_token_ids)} tokens, the context {context}"
                 )
             sampling = msgspec.structs.replace(
                 params,

@@ -2,8 +2,8 @@
 
 Owns: nothing. Knows: field meanings and units. Does not know: HTTP, kernels, pages' contents.
 
-Those that cross the process boundary (`Request`, `Abort`, `Event`s, `Hello`, `StepReport`) and those
-that a recording keeps (`StepPlan`) are msgspec structs, so that the wire format *is* the type.
+Those that cross the process boundary (`Request`, `Abort`, `Event`s, `Hello`, `StepReport`) and
+those that a recording keeps (`StepPlan`) are msgspec structs, so that the wire format *is* the type.
 Times are seconds of `time.monotonic()`, which on one host is the same clock in every process.
 """
 
@@ -31,14 +31,14 @@ class FinishReason(StrEnum):
     ERROR = "error"  # this request failed; its neighbours did not
 
 
-class Wire(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Wire(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of everything that crosses the process boundary or is recorded."""
 
 
 # ------------------------------------------------------------------------------------ requests
 
 
-class SamplingParams(Wire):
+class SamplingParams(Wire, frozen=True, kw_only=True):
     """How to choose the next token. Names, meanings and neutral values are vLLM's.
 
     Order of application: penalties, logit_bias, min_tokens, temperature, top_k, top_p, min_p.
@@ -63,10 +63,10 @@ class SamplingParams(Wire):
     n: int = 1  # expanded into n Requests before the engine sees it
 
 
-class Request(Wire):
+class Request(Wire, frozen=True, kw_only=True):
     """One sequence to generate: one choice of one prompt. `id` is unique over the server's life.
 
-    Invariant at the engine: 1 <= len(prompt) and len(prompt) + sampling.max_tokens <= max_model_len.
+    Invariant at the engine: 1 <= len(prompt) < max_model_len.
     """
 
     id: str
@@ -77,14 +77,14 @@ class Request(Wire):
     cache_salt: str = ""  # prompts share cached pages only within one salt
 
 
-class Abort(Wire):
+class Abort(Wire, frozen=True, kw_only=True):
     """Stop working on a request. `reason` STOP means that the text side matched a stop string."""
 
     id: str
     reason: FinishReason = FinishReason.ABORT
 
 
-class Shutdown(Wire):
+class Shutdown(Wire, frozen=True, kw_only=True):
     """The engine loop ends; whatever still runs is aborted."""
 
 
@@ -93,20 +93,20 @@ ToEngine = Request | Abort | Shutdown
 # ------------------------------------------------------------------------------------- events
 
 
-class Logprob(Wire):
+class Logprob(Wire, frozen=True, kw_only=True):
     """Natural-log probabilities at one position: the chosen token and the best alternatives."""
 
     chosen: float
     top: tuple[tuple[TokenId, float], ...] = ()  # best first, ties to the lower id
 
 
-class Usage(Wire):
+class Usage(Wire, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
 
 
-class Times(Wire):
+class Times(Wire, frozen=True, kw_only=True):
     """Moments in the life of a request; None = it never got there."""
 
     arrived_s: float
@@ -115,7 +115,7 @@ class Times(Wire):
     finished_s: float | None = None
 
 
-class Tokens(Wire):
+class Tokens(Wire, frozen=True, kw_only=True):
     """New tokens of a request, in order."""
 
     id: str
@@ -124,7 +124,7 @@ class Tokens(Wire):
     logprobs: tuple[Logprob, ...] = ()  # one per id where the request asked for them
 
 
-class Finished(Wire):
+class Finished(Wire, frozen=True, kw_only=True):
     """The last event of a request."""
 
     id: str
@@ -135,7 +135,7 @@ class Finished(Wire):
     error: str | None = None  # for ERROR: a sentence for the client
 
 
-class Refused(Wire):
+class Refused(Wire, frozen=True, kw_only=True):
     """The only event of a request that the engine did not accept."""
 
     id: str
@@ -147,7 +147,7 @@ class Refused(Wire):
 Event = Tokens | Finished | Refused
 
 
-class Counters(Wire):
+class Counters(Wire, frozen=True, kw_only=True):
     """Totals since the engine's start, in tokens unless named otherwise; they never decrease."""
 
     steps: int = 0
@@ -160,7 +160,7 @@ class Counters(Wire):
     recomputed_tokens: int = 0  # had been computed before a preemption and were again
 
 
-class Load(Wire):
+class Load(Wire, frozen=True, kw_only=True):
     """What the engine holds at the end of a step. free + cached + held = total pages, always."""
 
     running: int = 0
@@ -171,7 +171,7 @@ class Load(Wire):
     total_pages: int = 0
 
 
-class StepTimes(Wire):
+class StepTimes(Wire, frozen=True, kw_only=True):
     """Where one step's time went, milliseconds."""
 
     plan_ms: float = 0.0
@@ -179,7 +179,7 @@ class StepTimes(Wire):
     commit_ms: float = 0.0
 
 
-class StepReport(Wire):
+class StepReport(Wire, frozen=True, kw_only=True):
     """One message per step: what happened and what the engine holds now."""
 
     events: tuple[Event, ...] = ()
@@ -190,13 +190,13 @@ class StepReport(Wire):
     batch_sequences: int = 0
 
 
-class Heartbeat(Wire):
+class Heartbeat(Wire, frozen=True, kw_only=True):
     """A step that may take long begins: how long it should take."""
 
     predicted_ms: float
 
 
-class Hello(Wire):
+class Hello(Wire, frozen=True, kw_only=True):
     """The engine is ready: what the text side needs to know about the model and the capacity."""
 
     model_name: str
@@ -211,7 +211,7 @@ class Hello(Wire):
     fingerprint: str  # model, kernel set and KV dtype: what a repeated answer needs to be equal
 
 
-class EngineFailed(Wire):
+class EngineFailed(Wire, frozen=True, kw_only=True):
     """The engine cannot go on; the process ends after this."""
 
     message: str
@@ -222,7 +222,7 @@ FromEngine = StepReport | Heartbeat | Hello | EngineFailed
 # --------------------------------------------------------------------------------------- plans
 
 
-class RowSetup(Wire):
+class RowSetup(Wire, frozen=True, kw_only=True):
     """A sequence takes a row of the worker's state; sent before its first chunk there."""
 
     row: int
@@ -234,7 +234,7 @@ class RowSetup(Wire):
     history: tuple[TokenId, ...] = ()  # all tokens so far, only where penalties need them
 
 
-class Chunk(Wire):
+class Chunk(Wire, frozen=True, kw_only=True):
     """`num_tokens` tokens of one row from position `start` on, computed in this step.
 
     `tokens` is empty for a decode: the worker knows the row's last sampled token.
@@ -248,8 +248,8 @@ class Chunk(Wire):
     sample: bool = False  # the last token's logits choose the next token
 
 
-class StepPlan(Wire):
-    """Everything one step does, as a value: what a worker gets, a recording keeps, tests compare."""
+class StepPlan(Wire, frozen=True, kw_only=True):
+    """Everything one step does, as a value: workers get it, recordings keep it, tests compare it."""
 
     step: int
     setups: tuple[RowSetup, ...] = ()
@@ -260,7 +260,7 @@ class StepPlan(Wire):
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-class Sampled(Wire):
+class Sampled(Wire, frozen=True, kw_only=True):
     """What a row got: a token, or the reason why it failed (its neighbours did not)."""
 
     row: int
@@ -269,7 +269,7 @@ class Sampled(Wire):
     error: str | None = None
 
 
-class StepResult(Wire):
+class StepResult(Wire, frozen=True, kw_only=True):
     step: int
     sampled: tuple[Sampled, ...] = ()
 
@@ -277,7 +277,7 @@ class StepResult(Wire):
 # --------------------------------------------------------------------------------------- models
 
 
-class RopeSpec(Wire):
+class RopeSpec(Wire, frozen=True, kw_only=True):
     """Rotary embedding. `kind`: default, linear, dynamic, llama3 or yarn (names of Hugging Face).
 
     `parameters` keeps the scaling numbers under Hugging Face's config names (factor,
@@ -291,7 +291,7 @@ class RopeSpec(Wire):
     frequency_factors: tuple[float, ...] = ()  # GGUF's rope_freqs tensor: divides each frequency
 
 
-class ModelSpec(Wire):
+class ModelSpec(Wire, frozen=True, kw_only=True):
     """A dense decoder's structure, from whichever file format. Dimensions in elements."""
 
     architecture: str  # llama, qwen2, qwen3, mistral

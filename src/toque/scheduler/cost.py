@@ -9,17 +9,18 @@ Old steps fade, so that the fit follows the machine; coefficients are kept at or
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toque.types import StepPlan
 
 FADE = 0.98  # weight of the past at each step: the last 50 or so count
-SCALE = np.array([1.0, 1e2, 1e5])  # brings the three terms to one order of magnitude
+SCALE: NDArray[np.float64] = np.array([1.0, 1e2, 1e5])  # to one order of magnitude
 
 
-def features(plan: StepPlan) -> np.ndarray:  # [3]
+def features(plan: StepPlan) -> NDArray[np.float64]:  # [3]
     """1, tokens, query-key pairs; scaled."""
     pairs = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens) for chunk in plan.chunks)
-    return np.array([1.0, plan.num_tokens, pairs]) / SCALE
+    return np.array([1.0, plan.num_tokens, pairs], dtype=np.float64) / SCALE
 
 
 class StepCost:

@@ -1,9 +1,10 @@
 """The scheduler: continuous batching by one rule.
 
-A sequence has `num_computed` and `len(tokens)`; a chunk computes some of the difference. A decode is
-a chunk of one token, a prompt one of many, and a sequence that comes back after preemption, or whose
-beginning was found in the cache, simply starts elsewhere. (Iteration-level scheduling: Orca, OSDI'22;
-chunked prefill: Sarathi-Serve, OSDI'24; preemption by recomputation: PagedAttention, SOSP'23.)
+A sequence has `num_computed` and `len(tokens)`; a chunk computes some of the difference. A decode
+is a chunk of one token, a prompt one of many, and a sequence that comes back after preemption, or
+whose beginning was found in the cache, simply starts elsewhere. (Iteration-level scheduling: Orca,
+OSDI'22; chunked prefill: Sarathi-Serve, OSDI'24; preemption by recomputation: PagedAttention,
+SOSP'23.)
 
 Owns: every Sequence, the waiting and running lists, the worker's row numbers.
 Knows: token counts, pages through the CacheManager, the policy's order.
@@ -50,7 +51,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Draft:
-    """A step plan in the making. Keyed by request id, so that a preemption can take a chunk back."""
+    """A step plan in the making, by request id, so that a preemption can take a chunk back."""
 
     budget_tokens: int
     setups: dict[str, RowSetup] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class Scheduler:
     # ------------------------------------------------------------------ what serve asks for
 
     def add(self, request: Request) -> Refused | None:
-        """Queue a request, or say why not. Serve has checked all of this: this is the second lock."""
+        """Queue a request, or say why not. Serve has checked all of it: this is the second lock."""
         reason = self._why_not(request)
         if reason is not None:
             return Refused(id=request.id, message=reason)
@@ -128,7 +129,9 @@ class Scheduler:
         return None if sequence is None else self._finish(sequence, reason, now_s)
 
     def abort_all(self, reason: FinishReason, now_s: float) -> list[Event]:
-        return [self._finish(sequence, reason, now_s) for sequence in list(self._sequences.values())]
+        return [
+            self._finish(sequence, reason, now_s) for sequence in list(self._sequences.values())
+        ]
 
     @property
     def has_work(self) -> bool:

@@ -5,8 +5,8 @@ Owns: nothing but its own fields. Knows: tokens and progress. Does not know: pag
     tokens:   |<------ prompt ------>|<-- output -->|
               |<-- num_computed -->|<---- to do --->|        computed = K and V stand in its pages
 
-A decode is the case of one token to do, a prompt (or a sequence that comes back after preemption) the
-case of many. The scheduler is the only one who changes a Sequence.
+A decode is the case of one token to do, a prompt (or a sequence that comes back after preemption)
+the case of many. The scheduler is the only one who changes a Sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from toque.memory.radix import Node
 from toque.types import FinishReason, Request, Times, TokenId, Usage
 
 
@@ -31,7 +32,7 @@ class Sequence:
     num_computed: int = 0
     status: Status = Status.WAITING
     row: int | None = None
-    waits_for: object | None = None  # a pending node of the radix tree, see Scheduler._admit
+    waits_for: Node | None = None  # a pending node of the radix tree, see Scheduler._admit
     cached_tokens: int = 0  # of the prompt, at first admission
     last_on_worker: bool = False  # the row's last token was sampled there, no need to send it
     lost_tokens: int = 0  # computed before the last preemption and not again yet

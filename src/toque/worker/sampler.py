@@ -74,7 +74,7 @@ class RowSampler:
         return out
 
     def _penalize(self, out: Row) -> None:
-        """Repetition: arXiv:1909.05858 section 4.1; presence and frequency: OpenAI's API reference."""
+        """Repetition: arXiv:1909.05858, section 4.1; the others: OpenAI's API reference."""
         params = self.params
         if params.repetition_penalty != 1.0 and self._seen:
             ids = np.fromiter(self._seen, dtype=np.int64)
@@ -83,8 +83,8 @@ class RowSampler:
         if self._output_counts:
             ids = np.fromiter(self._output_counts.keys(), dtype=np.int64)
             counts = np.fromiter(self._output_counts.values(), dtype=np.float32)
-            out[ids] -= (
-                np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty)
+            out[ids] -= np.float32(params.frequency_penalty) * counts + np.float32(
+                params.presence_penalty
             )
 
 

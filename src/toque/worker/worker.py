@@ -46,7 +46,9 @@ class Worker:
         except Exception as error:
             if len(chunks) == 1:
                 log.exception("a sequence failed in the forward pass")
-                return [Sampled(row=chunks[0].row, error=f"the model failed: {type(error).__name__}")]
+                return [
+                    Sampled(row=chunks[0].row, error=f"the model failed: {type(error).__name__}")
+                ]
             return [sampled for chunk in chunks for sampled in self._compute([chunk])]
         outputs = [chunk for chunk in chunks if chunk.sample]
         return [self._sample(chunk, row) for chunk, row in zip(outputs, logits, strict=True)]

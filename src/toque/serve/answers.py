@@ -1,0 +1,252 @@
+"""The shapes of OpenAI's answers, whole and in chunks, encoded by msgspec.
+
+Owns: nothing that outlives an answer. Knows: both dialects to the last key.
+Does not know: HTTP, SSE, the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from toque.serve.choice import Choice, Delta
+from toque.serve.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    CompletionWriter,
+    chat_logprobs,
+)
+from toque.serve.prepare import Job
+from toque.serve.service import TextTokenizer
+
+FinishWord = str | None
+Ids = Sequence[int] | UnsetType
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class UsageBody(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | UnsetType = UNSET
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishWord
+    stop_reason: str | int | None
+    token_ids: Ids = UNSET
+    prompt_token_ids: Ids = UNSET
+
+
+class Message(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishWord
+    stop_reason: str | int | None
+    token_ids: Ids = UNSET
+
+
+class ChatDelta(msgspec.Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class DeltaChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishWord
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: Ids = UNSET
+
+
+class Answer(msgspec.Struct):
+    """Whole answers and chunks of both routes differ in `object` and in their choices only."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: UsageBody | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
+    prompt_token_ids: Ids = UNSET
+
+
+class Dialect(Protocol):
+    """How one route writes its choices."""
+
+    object_whole: str
+    object_chunk: str
+
+    def whole(self, choice: Choice, delta: Delta) -> Any:
+        """A finished choice; `delta` is all of it."""
+
+    def opening(self, choice: Choice) -> Any | None:
+        """What a stream says of a choice before its first token."""
+
+    def chunks(self, choice: Choice, delta: Delta) -> list[Any]:
+        """What a choice gained, and its end where it has come."""
+
+
+class CompletionDialect:
+    object_whole = object_chunk = "text_completion"
+
+    def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
+        self._job = job
+        self._with_logprobs = job.sampling.logprobs is not None
+        skip_special = job.skip_special_tokens
+        self._writers = [CompletionWriter(tokenizer, skip_special) for _ in job.requests]
+
+    def whole(self, choice: Choice, delta: Delta) -> TextChoice:
+        return self._choice(choice, delta, choice.prompt.echo, first=True)
+
+    def opening(self, choice: Choice) -> TextChoice | None:
+        if not (choice.prompt.echo or self._job.return_token_ids):
+            return None
+        return self._choice(choice, Delta(), choice.prompt.echo, first=True, last=False)
+
+    def chunks(self, choice: Choice, delta: Delta) -> list[Any]:
+        return [self._choice(choice, delta)]
+
+    def _choice(
+        self, choice: Choice, delta: Delta, echo: str = "", first: bool = False, last: bool = True
+    ) -> TextChoice:
+        ids = self._job.return_token_ids
+        writer = self._writers[choice.index]
+        return TextChoice(
+            index=choice.index,
+            text=echo + "".join(delta.text),
+            logprobs=writer.write(delta.logprobs) if self._with_logprobs else None,
+            finish_reason=choice.finish_reason if last else None,
+            stop_reason=choice.stop_reason if last else None,
+            token_ids=delta.ids if ids else UNSET,
+            prompt_token_ids=choice.prompt.tokens if ids and first else UNSET,
+        )
+
+
+class ChatDialect:
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+
+    def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._with_logprobs = job.sampling.logprobs is not None
+
+    def whole(self, choice: Choice, delta: Delta) -> ChatChoice:
+        return ChatChoice(
+            index=choice.index,
+            message=Message("".join(delta.text)),
+            logprobs=self._logprobs(delta),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=self._ids(delta),
+        )
+
+    def opening(self, choice: Choice) -> DeltaChoice:
+        return DeltaChoice(choice.index, ChatDelta(role="assistant", content=""), None, None)
+
+    def chunks(self, choice: Choice, delta: Delta) -> list[Any]:
+        out: list[Any] = []
+        if delta:
+            text = ChatDelta(content="".join(delta.text))
+            logprobs, ids = self._logprobs(delta), self._ids(delta)
+            out.append(DeltaChoice(choice.index, text, logprobs, None, token_ids=ids))
+        if choice.finish_reason is not None:
+            end = DeltaChoice(choice.index, ChatDelta(), None, choice.finish_reason)
+            end.stop_reason = choice.stop_reason
+            out.append(end)
+        return out
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        return chat_logprobs(self._tokenizer, delta.logprobs) if self._with_logprobs else None
+
+    def _ids(self, delta: Delta) -> Ids:
+        return delta.ids if self._job.return_token_ids else UNSET
+
+
+class Writer:
+    """Encodes the answer to one job: the frame around its choices, and usage."""
+
+    def __init__(self, job: Job, tokenizer: TextTokenizer, fingerprint: str) -> None:
+        self._job = job
+        self._fingerprint = fingerprint
+        self._dialect: Dialect = (ChatDialect if job.chat else CompletionDialect)(job, tokenizer)
+        self._encoder = msgspec.json.Encoder()
+
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        """The answer to a call that does not stream: JSON."""
+        bodies = [self._dialect.whole(choice, choice.drain()) for choice in choices]
+        answer = self._frame(self._dialect.object_whole, bodies, usage_of(self._job, choices))
+        if self._job.chat and self._job.return_token_ids:
+            answer.prompt_token_ids = self._job.prompts[0].tokens
+        return self._encoder.encode(answer)
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The first chunks of a stream, as server-sent events."""
+        out = bytearray()
+        for choice in choices:
+            body = self._dialect.opening(choice)
+            if body is not None:
+                answer = self._frame(self._dialect.object_chunk, [body], self._running(choice))
+                if self._job.chat and self._job.return_token_ids:
+                    answer.prompt_token_ids = choice.prompt.tokens
+                out += self._event(answer)
+        return bytes(out)
+
+    def chunks(self, choice: Choice) -> bytes:
+        """What a choice gained since last time, as server-sent events; may be empty."""
+        delta = choice.drain()
+        shown = delta.text or delta.logprobs or (delta.ids and self._job.return_token_ids)
+        if not shown and choice.finish_reason is None:
+            return b""  # held back: part of a character or of a stop string
+        bodies = self._dialect.chunks(choice, delta if shown else Delta())
+        name, usage = self._dialect.object_chunk, self._running(choice)
+        return b"".join([self._event(self._frame(name, [body], usage)) for body in bodies])
+
+    def usage(self, choices: Sequence[Choice]) -> bytes:
+        """The last chunk of a stream that asked for usage: no choices."""
+        total = usage_of(self._job, choices)
+        return self._event(self._frame(self._dialect.object_chunk, [], total))
+
+    def _running(self, choice: Choice) -> UsageBody | UnsetType | None:
+        """`usage` of a chunk with choices: so far, null, or no such key."""
+        if self._job.options.continuous_usage_stats:
+            prompt, done = len(choice.prompt.tokens), choice.completion_tokens
+            return UsageBody(prompt, done, prompt + done)
+        return None if self._job.options.include_usage else UNSET
+
+    def _frame(self, name: str, choices: list[Any], usage: UsageBody | UnsetType | None) -> Answer:
+        job = self._job
+        return Answer(
+            job.id, name, job.created_unix_s, job.model, choices, usage, self._fingerprint
+        )
+
+    def _event(self, answer: Answer) -> bytes:
+        return b"data: " + self._encoder.encode(answer) + b"\n\n"
+
+
+def usage_of(job: Job, choices: Sequence[Choice]) -> UsageBody:
+    """Tokens of a whole call: each prompt counts once, however many choices it has."""
+    prompt = sum(len(p.tokens) for p in job.prompts)
+    done = sum(choice.completion_tokens for choice in choices)
+    firsts = choices[:: job.n]  # the further choices share the first one's pages
+    cached = sum(choice.usage.cached_tokens for choice in firsts if choice.usage)
+    return UsageBody(prompt, done, prompt + done, PromptDetails(cached))

@@ -1,0 +1,140 @@
+"""The ASGI application: routes, error handlers, the OpenAPI document and its page.
+
+Owns: the assembled layers. Knows: every route module. Does not know: sockets, signals.
+
+    Edge (counts) -> Guard (Host, Origin) -> FastAPI (routes) -> handlers
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from toque import __version__
+from toque.errors import CapacityError, EngineError, RequestError
+from toque.serve import fields
+from toque.serve.edge import Edge
+from toque.serve.failures import FailedCall, describe
+from toque.serve.frontend import ClientGone
+from toque.serve.guard import Guard
+from toque.serve.health import operator_routes
+from toque.serve.openai import GENERATION_ROUTES, openai_routes, token_routes
+from toque.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from toque.serve.service import Service
+
+log = logging.getLogger("toque.serve")
+
+_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+# The page's own script is inline and may fetch from this server only.
+_DOCS_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+)
+
+
+def create_app(service: Service) -> Edge:
+    """The whole application; its `in_progress` says how many exchanges are open."""
+    app = FastAPI(
+        title="toque", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    app.include_router(openai_routes(service))
+    app.include_router(token_routes(service))
+    app.include_router(operator_routes(service))
+    _add_docs(app)
+    _add_error_handlers(app, service)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    options = service.options
+    guard = Guard(app, options.host, options.allowed_hosts, options.allowed_origins)
+    paths = frozenset((*app.openapi()["paths"], "/openapi.json", "/docs"))
+    return Edge(guard, service.metrics, paths)
+
+
+def _add_error_handlers(app: FastAPI, service: Service) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        failure = describe(error)
+        if request.url.path in GENERATION_ROUTES:
+            service.metrics.refused(failure.status)
+        return Response(failure.body(), failure.status, headers=dict(failure.header_list()))
+
+    async def nobody_listens(request: Request, error: Exception) -> Response:
+        return _NoAnswer()
+
+    expected = (FailedCall, RequestError, CapacityError, EngineError, HTTPException)
+    # Exception's handler runs in the outermost layer, which raises again so that it is logged.
+    for kind in (*expected, Exception):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(ClientGone, nobody_listens)
+
+
+class _NoAnswer(Response):
+    """Sends nothing: the client is gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        return
+
+
+def _add_docs(app: FastAPI) -> None:
+    page = resources.files("toque.serve").joinpath("docs.html").read_bytes()
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        headers = {"content-security-policy": _DOCS_POLICY}
+        return Response(page, media_type="text/html", headers=headers)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The document, with the bodies that routes read by themselves and the one error shape."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    document = get_openapi(
+        title=app.title, version=app.version, description=_about(), routes=app.routes
+    )
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    schemas["Error"] = _ERROR_SCHEMA
+    for body in _BODIES:
+        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas.update(schema.pop("$defs", {}))
+        schemas[body.__name__] = schema
+    _describe_errors(document["paths"])
+    app.openapi_schema = document
+    return document
+
+
+def _about() -> str:
+    return (
+        "OpenAI-compatible. A field is implemented, refused by name with 400, or one of these, "
+        f"which do nothing here: {', '.join(fields.NO_OPS)}. The seed of an answer is in its "
+        "toque-seed header."
+    )
+
+
+def _describe_errors(paths: dict[str, Any]) -> None:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    generic = {"description": "Error", "content": content}
+    for methods in paths.values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+            operation["responses"].setdefault("default", generic)

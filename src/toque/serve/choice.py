@@ -1,0 +1,109 @@
+"""One choice of an answer while its events arrive.
+
+Owns: the text stream, what has not been sent yet, why it ended. Knows: events, end tokens.
+Does not know: JSON shapes, SSE, the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from toque.errors import EngineError
+from toque.serve.failures import FailedCall, from_refusal, shutting_down
+from toque.serve.prepare import Job, Prompt
+from toque.serve.service import TextTokenizer
+from toque.serve.stream import TextStream
+from toque.types import Event, Finished, FinishReason, Logprob, Refused, TokenId, Tokens, Usage
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a choice has gained since it was last drained."""
+
+    text: list[str] = field(default_factory=list)
+    ids: list[TokenId] = field(default_factory=list)
+    logprobs: list[tuple[TokenId, Logprob]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.ids or self.text)
+
+
+class Choice:
+    """Feeds on the events of one request; text comes out by `drain`."""
+
+    def __init__(self, index: int, job: Job, tokenizer: TextTokenizer) -> None:
+        request = job.requests[index]
+        self.index = index
+        self.id = request.id
+        self.prompt: Prompt = job.prompts[index // job.n]
+        self.finish_reason: str | None = None  # stop or length, OpenAI's words
+        self.stop_reason: str | int | None = None  # the client's stop string or id that matched
+        self.usage: Usage | None = None  # the engine's; None until it has finished
+        self.num_tokens = 0
+        self._job = job
+        self._delta = Delta()
+        self._stream = TextStream(tokenizer, request.sampling.stop, job.skip_special_tokens)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens up to the end of the text, an end token included, a stop string's surplus not."""
+        return self.num_tokens
+
+    def feed(self, event: Event) -> bool:
+        """Take an event in; true when a stop string has just matched and the engine may stop.
+
+        Raises:
+            EngineError: this request failed. FailedCall: it was refused, or aborted by shutdown.
+        """
+        match event:
+            case Tokens():
+                return self._feed_tokens(event)
+            case Finished():
+                self._feed_finished(event)
+            case Refused():
+                raise FailedCall(from_refusal(event))
+        return False
+
+    def drain(self) -> Delta:
+        delta, self._delta = self._delta, Delta()
+        return delta
+
+    def _feed_tokens(self, event: Tokens) -> bool:
+        if self.finish_reason is not None:
+            return False  # surplus: computed before the engine heard of the stop string
+        for place, token_id in enumerate(event.ids):
+            self.num_tokens += 1
+            self._delta.ids.append(token_id)
+            if token_id in self._job.end_ids:
+                continue  # the last one; it has no text and no entry in logprobs
+            if place < len(event.logprobs):
+                self._delta.logprobs.append((token_id, event.logprobs[place]))
+            self._add_text(self._stream.push(token_id))
+            if self._stream.stopped is not None:
+                self._stop_at_string()
+                return True
+        return False
+
+    def _feed_finished(self, event: Finished) -> None:
+        self.usage = event.usage
+        if self.finish_reason is not None:
+            return
+        if event.reason is FinishReason.ERROR:
+            raise EngineError(event.error or "the engine could not finish this request")
+        if event.reason is FinishReason.ABORT:
+            raise FailedCall(shutting_down())  # not by us: a call that aborts stops reading
+        self._add_text(self._stream.flush())
+        if self._stream.stopped is not None:
+            self._stop_at_string()
+            return
+        self.finish_reason = event.reason.value
+        if event.stop_token in self._job.sampling.stop_token_ids:
+            self.stop_reason = event.stop_token
+
+    def _stop_at_string(self) -> None:
+        self.finish_reason = FinishReason.STOP.value
+        self.stop_reason = self._stream.stopped
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._delta.text.append(text)

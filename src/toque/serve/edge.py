@@ -1,0 +1,47 @@
+"""The outermost layer: every HTTP exchange is counted, and how many are in progress is known.
+
+Owns: the number of exchanges in progress. Knows: the metrics. Does not know: what routes do.
+"""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from toque.metrics import Metrics
+
+NO_ANSWER = 499  # the client went away first; nginx's number for it
+_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
+
+
+class Edge:
+    """Pure ASGI. Routes and methods that do not exist share one label: cardinality is bounded."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._routes = routes
+        self.in_progress = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = NO_ANSWER
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self.in_progress += 1
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            self.in_progress -= 1
+            self._count(scope, status)
+
+    def _count(self, scope: Scope, status: int) -> None:
+        route = scope["path"] if scope["path"] in self._routes else "other"
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self._metrics.http(route, method, status)

@@ -1,0 +1,182 @@
+"""Every request field that is not implemented: refused by name, or a no-op by its own contract.
+
+Owns: the table. Knows: which fields OpenAI and vLLM define and their neutral values.
+Does not know: the implemented fields (schema.py) or what any of them does.
+
+Three classes of fields and no fourth: implemented; here as `Refused` (its neutral values, which ask
+for nothing, are accepted); here as `NoOp` (does nothing on this server, by contract). A field
+that is in none of them is refused as unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toque.errors import RequestError
+from toque.serve.failures import short
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Known and not supported; `neutral` values ask for nothing and pass."""
+
+    neutral: tuple[Any, ...] = (None,)
+
+    def accepts(self, value: Any) -> bool:
+        return _is_one_of(value, self.neutral)
+
+
+@dataclass(frozen=True, slots=True)
+class NoOp:
+    """Accepted and without effect: `values` (empty = any value of `kind`), or null."""
+
+    kind: type
+    values: tuple[Any, ...] = ()
+
+    def accepts(self, value: Any) -> bool:
+        if value is None:
+            return True
+        if self.values:
+            return _is_one_of(value, self.values)
+        return isinstance(value, self.kind)
+
+
+Rule = Refused | NoOp
+Rules = Mapping[str, Rule]
+
+_TEXT_FORMAT = {"type": "text"}
+
+NO_OPS: dict[str, Rule] = {
+    "user": NoOp(str),  # a label for the operator's abuse reports; there are none here
+    "metadata": NoOp(dict),  # labels of stored answers; nothing is stored
+    "store": NoOp(bool, (False,)),  # true would promise storage
+    "service_tier": NoOp(str, ("auto", "default")),  # flex and priority would mean something
+    "safety_identifier": NoOp(str),
+    "prompt_cache_key": NoOp(str),  # a routing hint; the prefix cache needs none
+    "prompt_cache_retention": NoOp(str, ("in_memory", "in-memory")),
+    "parallel_tool_calls": NoOp(bool),  # without tools there are no calls
+}
+
+_BOTH: dict[str, Rule] = {
+    **NO_OPS,
+    "response_format": Refused((None, _TEXT_FORMAT)),
+    "structured_outputs": Refused(),
+    "guided_json": Refused(),
+    "guided_regex": Refused(),
+    "guided_choice": Refused(),
+    "guided_grammar": Refused(),
+    "use_beam_search": Refused((None, False)),
+    "length_penalty": Refused((None, 1.0)),
+    "include_stop_str_in_output": Refused((None, False)),
+    "spaces_between_special_tokens": Refused((None, True)),
+    "truncate_prompt_tokens": Refused(),
+    "truncation_side": Refused(),
+    "allowed_token_ids": Refused(),
+    "bad_words": Refused((None, [])),
+    "prompt_logprobs": Refused(),
+    "logprob_token_ids": Refused(),
+    "prompt_embeds": Refused(),
+    "priority": Refused((None, 0)),
+    "request_id": Refused(),
+    "session_id": Refused(),
+    "cache_salt": Refused(),
+    "return_tokens_as_token_ids": Refused((None, False)),
+    "return_token_offsets": Refused((None, False)),
+    "kv_transfer_params": Refused(),
+    "ec_transfer_params": Refused(),
+    "vllm_xargs": Refused((None, {})),
+    "repetition_detection": Refused(),
+    "thinking_token_budget": Refused(),
+    "stream_interval": Refused((None, 1)),
+    "watermarking": Refused((None, False)),
+    "routed_experts_prompt_start": Refused(),
+}
+
+COMPLETION_RULES: Rules = {
+    **_BOTH,
+    "best_of": Refused((None, 1)),
+    "suffix": Refused((None, "")),
+    "add_special_tokens": Refused((None, True)),
+}
+
+CHAT_RULES: Rules = {
+    **_BOTH,
+    "tools": Refused((None, [])),
+    "tool_choice": Refused((None, "none", "auto")),
+    "functions": Refused((None, [])),
+    "function_call": Refused((None, "none", "auto")),
+    "modalities": Refused((None, ["text"])),
+    "audio": Refused(),
+    "prediction": Refused(),
+    "prompt_cache_options": Refused((None, {"mode": "implicit"})),
+    "moderation": Refused(),
+    "reasoning_effort": Refused(),
+    "include_reasoning": Refused((None, True)),
+    "verbosity": Refused(),
+    "web_search_options": Refused(),
+    "echo": Refused((None, False)),
+    "continue_final_message": Refused((None, False)),
+    "add_special_tokens": Refused((None, False)),
+    "documents": Refused((None, [])),
+    "chat_template": Refused(),
+    "mm_processor_kwargs": Refused((None, {})),
+    "media_io_kwargs": Refused((None, {})),
+    "return_prompt_text": Refused((None, False)),
+}
+
+# Clients send assistant messages back as they got them, absent parts as null.
+MESSAGE_RULES: Rules = {
+    "tool_calls": Refused((None, [])),
+    "tool_call_id": Refused(),
+    "function_call": Refused(),
+    "refusal": Refused(),
+    "audio": Refused(),
+    "annotations": Refused((None, [])),
+    "reasoning": Refused(),
+    "reasoning_content": Refused(),
+}
+
+STREAM_OPTION_RULES: Rules = {"include_obfuscation": Refused((None, False))}
+
+TOKENIZE_RULES: Rules = {
+    "continue_final_message": Refused((None, False)),
+    "chat_template": Refused(),
+    "tools": Refused((None, [])),
+    "mm_processor_kwargs": Refused((None, {})),
+    "media_io_kwargs": Refused((None, {})),
+}
+
+
+def screen(
+    data: Mapping[str, Any], implemented: Collection[str], rules: Rules, where: str = ""
+) -> dict[str, Any]:
+    """The implemented fields of `data`; `where` is the path of `data` in the body.
+
+    Raises:
+        RequestError: a field that is unknown, or refused with a value that is not neutral.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in data.items():
+        if name in implemented:
+            kept[name] = value
+        else:
+            _judge(where + short(name), value, rules.get(name))
+    return kept
+
+
+def _judge(path: str, value: Any, rule: Rule | None) -> None:
+    if rule is None:
+        raise RequestError(f"unknown field '{path}'", path)
+    if rule.accepts(value):
+        return
+    if isinstance(rule, Refused):
+        raise RequestError(f"'{path}' is not supported", path)
+    allowed = ", ".join(repr(v) for v in rule.values) or f"a value of type {rule.kind.__name__}"
+    raise RequestError(f"'{path}' has no effect on this server; accepted: {allowed}", path)
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    # In Python True == 1; in JSON they are different values.
+    return any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)

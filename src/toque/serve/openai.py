@@ -1,0 +1,201 @@
+"""The OpenAI routes: completions, chat, models; and vLLM's tokenize and detokenize.
+
+Owns: nothing. Knows: bodies and jobs. Does not know: how answers are written or sent.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+
+from toque.errors import RequestError
+from toque.serve.failures import FailedCall, Failure
+from toque.serve.frontend import ClientGone
+from toque.serve.prepare import chat_job, chat_tokens, completion_job
+from toque.serve.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    check,
+    decode_json,
+    query_data,
+)
+from toque.serve.service import Service, TextTokenizer, check_ids
+from toque.serve.sse import GenerationResponse
+from toque.types import Hello
+
+GENERATION_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+
+
+async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
+    """The body as an object, whatever its Content-Type says (`curl -d` sends a form's).
+
+    Raises:
+        FailedCall: 413, at the declared length or at the limit. RequestError: not a JSON object.
+        ClientGone: the body never came.
+    """
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit_bytes:
+        raise FailedCall(_too_large(limit_bytes))
+    body = bytearray()
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limit_bytes:
+            raise FailedCall(_too_large(limit_bytes))
+    return decode_json(bytes(body))
+
+
+def _too_large(limit_bytes: int) -> Failure:
+    message = f"the request body is larger than {limit_bytes} bytes (--max-body-bytes)"
+    return Failure(413, message)
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI description of a body that the route reads by itself."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def query_of(model: type[BaseModel]) -> dict[str, Any]:
+    fields = model.model_json_schema()["properties"].items()
+    required = ("prompt",)
+    return {
+        "parameters": [
+            {
+                "name": name,
+                "in": "query",
+                "required": name in required,
+                "schema": {"type": "string"},
+            }
+            for name, _ in fields
+        ]
+    }
+
+
+def openai_routes(service: Service) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["OpenAI"])
+    limit_bytes = service.options.max_body_bytes
+
+    @router.post("/completions", summary="Continue a prompt", openapi_extra=body_of(CompletionBody))
+    async def completions(request: Request) -> Response:
+        arrived_s = time.monotonic()
+        body = check(CompletionBody, await _ready_json(request))
+        return GenerationResponse(service, await completion_job(service, body, arrived_s))
+
+    @router.get(
+        "/completions",
+        summary="Continue a prompt, from a browser's address bar",
+        openapi_extra=query_of(CompletionBody),
+    )
+    async def completions_get(request: Request) -> Response:
+        arrived_s = time.monotonic()
+        service.require_ready()
+        data = query_data(request.query_params.multi_items())
+        body = check(CompletionBody, data, strict=False)
+        return GenerationResponse(service, await completion_job(service, body, arrived_s))
+
+    @router.post(
+        "/chat/completions", summary="Answer a conversation", openapi_extra=body_of(ChatBody)
+    )
+    async def chat(request: Request) -> Response:
+        arrived_s = time.monotonic()
+        body = check(ChatBody, await _ready_json(request))
+        return GenerationResponse(service, await chat_job(service, body, arrived_s))
+
+    @router.get("/models", summary="The served model")
+    async def models() -> Response:
+        hello, _ = service.require_ready()
+        names = service.model_names(hello)
+        cards = [_model_card(name, hello, service.started_unix_s) for name in names]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def _ready_json(request: Request) -> dict[str, Any]:
+        data = await read_json(request, limit_bytes)
+        service.require_ready()
+        return data
+
+    return router
+
+
+def _model_card(name: str, hello: Hello, created_unix_s: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_unix_s,
+        "owned_by": "toque",
+        "root": hello.model_name,
+        "parent": None,
+        "max_model_len": hello.max_model_len,
+    }
+
+
+def token_routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["tokens"])
+    limit_bytes = service.options.max_body_bytes
+
+    @router.post(
+        "/tokenize", summary="Text or messages to ids", openapi_extra=body_of(TokenizeBody)
+    )
+    async def tokenize(request: Request) -> Response:
+        data = await read_json(request, limit_bytes)
+        hello, tokenizer = service.require_ready()
+        body = check(TokenizeBody, data)
+        service.model_name(hello, body.model)
+        ids = await _encode(service, tokenizer, body)
+        answer = {
+            "count": len(ids),
+            "max_model_len": hello.max_model_len,
+            "tokens": ids,
+            "token_strs": tokenizer.pieces(ids) if body.return_token_strs else None,
+        }
+        return JSONResponse(answer)
+
+    @router.post("/detokenize", summary="Ids to text", openapi_extra=body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        data = await read_json(request, limit_bytes)
+        hello, tokenizer = service.require_ready()
+        body = check(DetokenizeBody, data)
+        service.model_name(hello, body.model)
+        check_ids(body.tokens, hello.vocab_size, "tokens")
+        text = await service.text_work(
+            len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
+        return JSONResponse({"prompt": text})
+
+    return router
+
+
+async def _encode(service: Service, tokenizer: TextTokenizer, body: TokenizeBody) -> list[int]:
+    prompt, messages = body.prompt, body.messages
+    if (prompt is None) == (messages is None):
+        raise RequestError("give either 'prompt' or 'messages'", "prompt")
+    if prompt is not None:
+        _only_with_messages(body)
+        special = body.add_special_tokens is not False
+        return await service.text_work(
+            len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=special)
+        )
+    if body.add_special_tokens:
+        raise RequestError(
+            "'add_special_tokens' with 'messages' is not supported: the chat template writes them",
+            "add_special_tokens",
+        )
+    return await chat_tokens(
+        service, tokenizer, messages or [], body.add_generation_prompt, body.chat_template_kwargs
+    )
+
+
+def _only_with_messages(body: TokenizeBody) -> None:
+    for name in ("add_generation_prompt", "chat_template_kwargs"):
+        if getattr(body, name) is not None:
+            raise RequestError(f"'{name}' needs 'messages'", name)

@@ -1,0 +1,88 @@
+"""From the body's sampling fields to SamplingParams: what needs the vocabulary to be checked.
+
+Owns: nothing. Knows: limits, the vocabulary's size. Does not know: prompts, the context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toque.errors import RequestError
+from toque.serve.failures import short
+from toque.serve.schema import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    Sampling,
+)
+from toque.serve.service import check_ids
+from toque.types import Hello, SamplingParams
+
+
+def sampling_params(
+    body: Sampling, hello: Hello, max_tokens: int | None, logprobs: int | None, seed: int
+) -> SamplingParams:
+    """`max_tokens` is as asked, None = the rest of the context. Raises RequestError."""
+    min_tokens = body.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(
+            f"'min_tokens' is more than the {max_tokens} of max_tokens", "min_tokens"
+        )
+    return SamplingParams(
+        temperature=_or(body.temperature, 1.0),
+        top_k=min(max(0, body.top_k or 0), hello.vocab_size),
+        top_p=_or(body.top_p, 1.0),
+        min_p=body.min_p or 0.0,
+        seed=seed,
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}, hello.vocab_size),
+        logprobs=logprobs,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        stop=_stops(body.stop),
+        stop_token_ids=_stop_ids(body.stop_token_ids or [], hello.vocab_size),
+        n=body.n or 1,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"'stop' has {len(stops)} strings; at most {MAX_STOPS}", "stop")
+    if any(not 1 <= len(text) <= MAX_STOP_CHARS for text in stops):
+        raise RequestError(
+            f"each string of 'stop' must have 1 to {MAX_STOP_CHARS} characters", "stop"
+        )
+    return tuple(stops)
+
+
+def _stop_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        message = f"'stop_token_ids' has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS}"
+        raise RequestError(message, "stop_token_ids")
+    check_ids(ids, vocab_size, "stop_token_ids")
+    return tuple(ids)
+
+
+def _logit_bias(bias: dict[str, Any], vocab_size: int) -> dict[int, float]:
+    name = "logit_bias"
+    if len(bias) > MAX_LOGIT_BIAS:
+        message = f"'{name}' has {len(bias)} entries; at most {MAX_LOGIT_BIAS}"
+        raise RequestError(message, name)
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12):
+            raise RequestError(f"'{name}' has the key '{short(key, 24)}'; keys are token ids", name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 100:
+            raise RequestError(f"'{name}' of token {key} must be a number from -100 to 100", name)
+        checked[int(key)] = float(value)
+    check_ids(list(checked), vocab_size, name)
+    return checked

@@ -1,0 +1,204 @@
+"""The implemented request fields, their types and ranges; from bytes to a checked body.
+
+Owns: the pydantic models. Knows: JSON, ranges, the field tables. Does not know: tokens, the engine.
+
+Bodies are read strictly (a string is no number); the browser's GET form is read with coercion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from toque.errors import RequestError
+from toque.serve import fields
+from toque.serve.failures import short
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 1024
+MAX_SEQUENCES = 1024  # prompts x n
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+
+# A long list of wrong things costs one error, not one per element.
+_FAST = Field(fail_fast=True)
+TokenIds = Annotated[list[int], _FAST]
+Texts = Annotated[list[str], _FAST]
+Messages = Annotated[list[dict[str, Any]], _FAST]
+PromptField = str | TokenIds | Texts | Annotated[list[TokenIds], _FAST]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(BaseModel):
+    """What both generation routes share. Null means the default."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    model: str | None = Field(None, description="A served name; absent = the served model.")
+    max_tokens: int | None = Field(None, ge=1, description="Cut to what the context leaves.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 = greedy; default 1.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 or -1 = off.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: str | Texts | None = Field(None, description=f"At most {MAX_STOPS} strings.")
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Any] | None = Field(None, description="Token id: bias, -100 to 100.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    return_token_ids: bool | None = None
+
+
+class CompletionBody(Sampling):
+    prompt: PromptField
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+
+
+class ChatBody(Sampling):
+    messages: Messages = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = Field(None, description="Default true.")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(BaseModel):
+    """Either `prompt` or `messages`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = Field(None, description="Default: true with a prompt.")
+    add_generation_prompt: bool | None = Field(None, description="Default true; messages only.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+_RULES: dict[type[BaseModel], fields.Rules] = {
+    CompletionBody: fields.COMPLETION_RULES,
+    ChatBody: fields.CHAT_RULES,
+    TokenizeBody: fields.TOKENIZE_RULES,
+    DetokenizeBody: {},
+}
+
+# A union's own error names every branch; these say it in one phrase.
+_UNIONS = {
+    "prompt": "must be a string, a list of strings, token ids or lists of token ids",
+    "stop": "must be a string or a list of strings",
+}
+
+
+def decode_json(body: bytes) -> dict[str, Any]:
+    """The object in a request body.
+
+    Raises:
+        RequestError: empty, not JSON (with the position), nested too deeply, or not an object.
+    """
+    if not body.strip():
+        raise RequestError("the request body is empty; send a JSON object")
+    try:
+        data = msgspec.json.decode(body)
+    except RecursionError:
+        raise RequestError("the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise RequestError(
+            f"the request body is not valid JSON: {_position(error, body)}"
+        ) from None
+    if not isinstance(data, dict):
+        raise RequestError("the request body must be a JSON object")
+    return data
+
+
+def _position(error: ValueError, body: bytes) -> str:
+    """msgspec names the byte of a syntax error only; find the others' place here."""
+    if "(byte " in str(error):
+        return str(error)
+    try:
+        body.decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        return f"invalid UTF-8 (byte {wrong.start})"
+    if "truncated" in str(error):
+        return f"it ends too early (byte {len(body)})"
+    return str(error)
+
+
+def check(body: type[AnyBody], data: Mapping[str, Any], strict: bool = True) -> AnyBody:
+    """A body of checked types and ranges.
+
+    Raises:
+        RequestError: the first field at fault, by name.
+    """
+    rules = _RULES[body]
+    kept = fields.screen(data, body.model_fields, rules)
+    options = kept.get("stream_options")
+    if isinstance(options, dict):
+        known = StreamOptions.model_fields
+        kept["stream_options"] = fields.screen(
+            options, known, fields.STREAM_OPTION_RULES, "stream_options."
+        )
+    try:
+        return body.model_validate(kept, strict=strict)
+    except ValidationError as error:
+        raise _request_error(error) from None
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    location = first["loc"]
+    name = str(location[0])
+    if first["type"] == "missing":
+        return RequestError(f"'{name}' is required", name)
+    if name in _UNIONS:
+        return RequestError(f"'{name}' {_UNIONS[name]}", name)
+    path = short(_path(location))
+    message = first["msg"].replace("Input should be", "must be").replace("Input", "input")
+    return RequestError(f"'{path}' {message}", path)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return "".join(parts).removeprefix(".")
+
+
+def query_data(pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """The browser form's fields: repeated keys are a list, the rest are strings to be coerced."""
+    grouped: dict[str, list[str]] = {}
+    for name, value in pairs:
+        grouped.setdefault(name, []).append(value)
+    always_lists = {"stop_token_ids"}
+    return {
+        name: values if len(values) > 1 or name in always_lists else values[0]
+        for name, values in grouped.items()
+    }

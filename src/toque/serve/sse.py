@@ -1,0 +1,147 @@
+"""One HTTP answer to a generation call: whole JSON or server-sent events.
+
+Owns: the answer's progress. Knows: ASGI, Call, Writer. Does not know: the shapes it sends.
+
+The status line waits for the engine's first event, so a refusal is still a status code. A failure
+after that is a last, typed event, `data: {"error": …}`, and then `data: [DONE]`. No task per token:
+one task per call watches for the client's disconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from toque.errors import EngineError
+from toque.serve.answers import Writer
+from toque.serve.choice import Choice
+from toque.serve.failures import FailedCall, Failure, describe
+from toque.serve.frontend import Call, ClientGone
+from toque.serve.prepare import Job
+from toque.serve.service import Service
+from toque.types import FinishReason
+
+log = logging.getLogger("toque.serve")
+
+DONE = b"data: [DONE]\n\n"
+_SSE_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies of nginx's kind must not hold events back
+)
+
+
+class GenerationResponse(Response):
+    """Submits the job when it is sent, and answers from its events."""
+
+    def __init__(self, service: Service, job: Job) -> None:
+        super().__init__()
+        hello, tokenizer = service.require_ready()
+        self._service = service
+        self._job = job
+        self._writer = Writer(job, tokenizer, hello.fingerprint)
+        self._choices = [Choice(i, job, tokenizer) for i in range(len(job.requests))]
+        self._by_id = {choice.id: choice for choice in self._choices}
+        self._seed = str(job.sampling.seed).encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises FailedCall, EngineError: before anything was sent, for the error handlers."""
+        peer, connections = scope["client"], self._service.connections
+        with self._service.client.submit(self._job.requests, lambda: connections.cut(peer)) as call:
+            async with _watching(receive, call):
+                try:
+                    if self._job.stream:
+                        await self._stream(call, send)
+                    else:
+                        await self._whole(call, send)
+                except ClientGone:
+                    return  # leaving the block aborts what is unfinished
+
+    async def _whole(self, call: Call, send: Send) -> None:
+        while not self._settled():
+            await self._feed(call)
+        body = self._writer.whole(self._choices)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"toque-seed", self._seed),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _stream(self, call: Call, send: Send) -> None:
+        touched = await self._feed(call)  # may raise: then the answer is a status code
+        headers = [*_SSE_HEADERS, (b"toque-seed", self._seed)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await _send_part(send, self._writer.opening(self._choices) + self._chunks(touched))
+            while not self._told():
+                await _send_part(send, self._chunks(await self._feed(call)))
+            last = self._writer.usage(self._choices) if self._wants_usage else b""
+        except ClientGone:
+            raise
+        except (FailedCall, EngineError) as error:
+            last = self._failed(describe(error))
+        except Exception as error:
+            log.exception("a stream failed")
+            last = self._failed(describe(error))
+        await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+
+    def _failed(self, failure: Failure) -> bytes:
+        self._service.metrics.refused(failure.status)
+        return b"data: " + failure.body() + b"\n\n"
+
+    # ---------------------------------------------------------------------------------- progress
+
+    @property
+    def _wants_usage(self) -> bool:
+        return bool(self._job.options.include_usage)
+
+    def _told(self) -> bool:
+        """Whether nothing is left to wait for; usage comes with the engine's own end."""
+        if self._wants_usage:
+            return self._settled()
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    def _settled(self) -> bool:
+        return all(choice.usage is not None for choice in self._choices)
+
+    async def _feed(self, call: Call) -> list[Choice]:
+        """Wait for events and take them in; the choices that they touched, in order."""
+        touched: dict[str, Choice] = {}
+        for event in await call.take():
+            choice = self._by_id[event.id]
+            if choice.finish_reason is None:
+                touched[event.id] = choice
+            if choice.feed(event):
+                self._service.client.abort(event.id, FinishReason.STOP)
+        return list(touched.values())
+
+    def _chunks(self, choices: list[Choice]) -> bytes:
+        return b"".join([self._writer.chunks(choice) for choice in choices])
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+@asynccontextmanager
+async def _watching(receive: Receive, call: Call) -> AsyncIterator[None]:
+    """While the block runs, a disconnect of the client ends the call's `take` at once."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        call.fail(ClientGone())
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
