@@ -13,9 +13,11 @@ import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toque.config import EngineOptions, ServeOptions
 from toque.engine_process import Orders, exit_reason, setup_logging, start_engine
@@ -42,16 +44,22 @@ def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
         names = options.served_model_name or located.served_names
         options = replace(options, served_model_name=names)
         if options.single_process:
-            return asyncio.run(_serve_in_one(listening, located, engine, options))
+            return _run(_serve_in_one(listening, located, engine, options))
         with tempfile.TemporaryDirectory(prefix="toque-") as folder:  # mode 0700
             orders = Orders(
                 folder=folder, model_path=str(located.path), model_name=names[0], options=engine
             )
             child = start_engine(orders)  # before the server's own imports: both take a moment
             try:
-                return asyncio.run(_serve_in_two(listening, located, orders, options, child))
+                return _run(_serve_in_two(listening, located, orders, options, child))
             finally:
                 _end(child)
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    from toque.serve.server import run
+
+    return run(main)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -89,9 +97,8 @@ async def _serve_in_two(
 
     port = ZmqServeEnd(Path(orders.folder), asyncio.ensure_future(engine_exit()))
     try:
-        return await run_server(
-            listening, options, port, lambda: _tokenizer(located, orders.options)
-        )
+        tokenizer = partial(_tokenizer, located, orders.options)
+        return await run_server(listening, options, port, tokenizer, options.seed)
     finally:
         port.close()
         await asyncio.to_thread(_end, child)
@@ -121,7 +128,8 @@ async def _serve_in_one(
         daemon=True,
     )
     thread.start()
-    code = await run_server(listening, options, channel, lambda: _tokenizer(located, engine))
+    tokenizer = partial(_tokenizer, located, engine)
+    code = await run_server(listening, options, channel, tokenizer, options.seed)
     await asyncio.to_thread(thread.join, ENGINE_EXIT_S)
     return code
 
