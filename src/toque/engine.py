@@ -56,19 +56,27 @@ class EngineCore:
 
     def run(self, keep_going: Callable[[], bool] = lambda: True) -> None:
         """Step until Shutdown arrives or `keep_going`, asked twice a second or more, says no."""
+        checked = True
         while keep_going() and not self._stopping:
-            self.step(0.0 if self.scheduler.has_work else IDLE_WAIT_S)
+            if self.step(0.0 if self.scheduler.has_work else IDLE_WAIT_S):
+                checked = False
+            elif not checked:
+                # At rest the books are proved. Pages that do not add up could become a wrong
+                # answer, and an engine that is known to be wrong must not go on.
+                self.scheduler.check()
+                checked = True
         events = self.scheduler.abort_all(FinishReason.ABORT, self._clock())
         self._emit(events, None, None)
 
-    def step(self, wait_s: float = 0.0) -> None:
-        """One turn of the loop; waits up to `wait_s` for a message first."""
-        events = self._apply(self._port.receive(wait_s))
+    def step(self, wait_s: float = 0.0) -> bool:
+        """One turn of the loop; waits up to `wait_s` for a message first. False: nothing to do."""
+        messages = self._port.receive(wait_s)
+        events = self._apply(messages)
         t0 = self._clock()
         plan = self.scheduler.plan(t0)
         if plan is None:
             self._emit(events, None, None)
-            return
+            return bool(messages)
         predicted_ms = self._cost.predicted_ms(plan)
         if predicted_ms > LONG_STEP_MS:
             self._port.send(Heartbeat(predicted_ms=predicted_ms))
@@ -82,6 +90,7 @@ class EngineCore:
             plan_ms=(t1 - t0) * 1e3, run_ms=(t2 - t1) * 1e3, commit_ms=(t3 - t2) * 1e3
         )
         self._emit(events, plan, times)
+        return True
 
     def _apply(self, messages: list[ToEngine]) -> list[Event]:
         events: list[Event | None] = []

@@ -3,7 +3,7 @@
 Owns: nothing. Knows: field meanings and units. Does not know: HTTP, kernels, pages' contents.
 
 Those that cross the process boundary (`Request`, `Abort`, `Event`s, `Hello`, `StepReport`) and
-those that a recording keeps (`StepPlan`) are msgspec structs, so that the wire format *is* the type.
+those that a recording keeps (`StepPlan`) are msgspec structs: the wire format *is* the type.
 Times are seconds of `time.monotonic()`, which on one host is the same clock in every process.
 """
 
@@ -249,7 +249,7 @@ class Chunk(Wire, frozen=True, kw_only=True):
 
 
 class StepPlan(Wire, frozen=True, kw_only=True):
-    """Everything one step does, as a value: workers get it, recordings keep it, tests compare it."""
+    """Everything one step does, as a value: workers get it, recordings keep it."""
 
     step: int
     setups: tuple[RowSetup, ...] = ()

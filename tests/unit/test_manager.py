@@ -635,6 +635,19 @@ def test_who_did_not_wait_leaves_the_announcement_alone() -> None:
     cache.check()
 
 
+def test_nothing_is_announced_below_the_announcement_of_another() -> None:
+    """It would vanish with a, or keep a's pages in the tree after a is gone."""
+    cache = CacheManager(8, 1)
+    start(cache, "a", [1, 2])
+    start(cache, "b", [1, 2, 3, 4])  # did not wait
+    cache.check()
+    cache.release("a")
+    cache.check()
+    assert cache.match([1, 2, 3, 4, 5], "") == Match((), 0, None)
+    ours = compute(cache, "b", [1, 2, 3, 4])
+    assert cache.match([1, 2, 3, 4, 5], "").pages == ours
+
+
 def test_a_prompt_cached_whole_is_continued_in_the_tree() -> None:
     """Its last page is computed again for one token; the newer page replaces the older one, so
     what is decoded after it is cached as well and no page is spent twice."""

@@ -2,8 +2,8 @@
 
 All requests arrive at once. Three servers answer them in one run: a loop over the engine's own
 model and kernels that takes one request after the other, transformers' generate doing the same
-(where it is installed), and the engine. The second table shows why they differ: a decode step reads every
-weight once, whatever the number of sequences in it.
+(where it is installed), and the engine. The second table shows why they differ: a decode step
+reads every weight once, whatever the number of sequences in it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Owns: nothing. Knows: shapes, dtypes and who writes what. Does not know: models,
 
 A kernel set (`kernels/ref`, `kernels/cpu`, later `kernels/triton`) implements `Ops`; `select()` in
 `kernels/__init__.py` returns one. Layers call these and nothing else on arrays, so that one layer
-file serves every device. Ops are coarse where fusing pays: what a set can do in one pass over memory
-is one op here.
+file serves every device. Ops are coarse where fusing pays: what a set can do in one pass over
+memory is one op here.
 
 Contract for every op: float32 in and out unless said; inputs are not changed; a row of the result
 depends on that row of the input only, and in the `cpu` set its bits do not depend on how many other

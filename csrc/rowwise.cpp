@@ -1,0 +1,110 @@
+// Ops that take each row by itself: embedding, RMS norm, and what happens to a token's query, key
+// and value between their projections and attention.
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace toque {
+namespace TOQUE_ISA {
+
+void embed(Pool& pool, const Panels& table, const int32_t* ids, long tokens, float* result) {
+  const double cost = 16.0 * tokens * table.in;  // each float is on a cache line of its own
+  parallel_ranges(pool, tokens, cost, [=](long begin, long end, int) {
+    for (long t = begin; t < end; ++t) {
+      const long panel = ids[t] / PANEL, column = ids[t] % PANEL;
+      const float* from = table.data + panel * table.in * PANEL + column;
+      for (long k = 0; k < table.in; ++k) result[t * table.in + k] = from[k * PANEL];
+    }
+  });
+}
+
+// 1 / sqrt(mean(x^2) + eps). Lane i of the sums gets elements i, i + 16, i + 32, ...
+static float inverse_rms(const float* x, long count, float eps) {
+  f32x8 even = splat(0), odd = splat(0);
+  long i = 0;
+  for (; i + 2 * LANES <= count; i += 2 * LANES) {
+    const f32x8 a = load(x + i), b = load(x + i + LANES);
+    even = fma(a, a, even);
+    odd = fma(b, b, odd);
+  }
+  for (; i < count; i += LANES) {
+    const f32x8 a = load_first(x + i, count - i < LANES ? count - i : LANES);
+    even = fma(a, a, even);
+  }
+  return 1.0f / sqrtf(sum(even + odd) / (float)count + eps);
+}
+
+static void norm_row(const float* x, const float* weight, float eps, long count, float* to) {
+  const float inverse = inverse_rms(x, count, eps);
+  for (long i = 0; i < count; ++i) to[i] = x[i] * inverse * weight[i];
+}
+
+void rms_norm(Pool& pool, const float* x, const float* weight, float eps, long rows, long columns,
+              float* result) {
+  parallel_ranges(pool, rows, 4.0 * rows * columns, [=](long begin, long end, int) {
+    for (long r = begin; r < end; ++r) {
+      norm_row(x + r * columns, weight, eps, columns, result + r * columns);
+    }
+  });
+}
+
+// Turns each pair (i, i + dim / 2) by its position's angle (arXiv:2104.09864), in place.
+static void rotate(float* head, const float* cos, const float* sin, long dim) {
+  const long pairs = dim / 2;
+  for (long i = 0; i < pairs; ++i) {
+    const float first = head[i], second = head[i + pairs];
+    head[i] = first * cos[i] - second * sin[i];
+    head[i + pairs] = second * cos[i] + first * sin[i];
+  }
+}
+
+static void norm_and_rotate(const RopeWrite& w, float* heads, long count, const float* norm,
+                            long position) {
+  const long dim = w.pages.dim;
+  const long angles = position * (dim / 2);
+  for (long h = 0; h < count; ++h) {
+    float* head = heads + h * dim;
+    if (norm) norm_row(head, norm, w.norm_eps, dim, head);
+    rotate(head, w.cos + angles, w.sin + angles, dim);
+  }
+}
+
+template <class Number>
+static void copy(const float* from, long count, Number* to) {
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+  for (; i < count; ++i) put(to + i, from[i]);
+}
+
+// A token's kv_heads vectors [kv_heads, dim] into place `write_at` of the pages.
+template <class Number>
+static void write_heads(const Pages& pages, const float* heads, int64_t write_at, void* to) {
+  const long page = write_at / pages.block_size, offset = write_at % pages.block_size;
+  for (long h = 0; h < pages.kv_heads; ++h) {
+    const long token = (page * pages.kv_heads + h) * pages.block_size + offset;
+    copy(heads + h * pages.dim, pages.dim, (Number*)to + token * pages.dim);
+  }
+}
+
+template <class Number>
+static void rope_write_token(const RopeWrite& w, long token) {
+  const long kv_width = w.pages.kv_heads * w.pages.dim;
+  float* key = w.key + token * kv_width;
+  const long position = w.positions[token];
+  norm_and_rotate(w, w.query + token * w.heads * w.pages.dim, w.heads, w.query_norm, position);
+  norm_and_rotate(w, key, w.pages.kv_heads, w.key_norm, position);
+  write_heads<Number>(w.pages, key, w.write_at[token], w.pages.keys);
+  write_heads<Number>(w.pages, w.value + token * kv_width, w.write_at[token], w.pages.values);
+}
+
+void rope_write(Pool& pool, const RopeWrite& w) {
+  const double cost = 8.0 * w.tokens * (w.heads + w.pages.kv_heads) * w.pages.dim;
+  parallel_ranges(pool, w.tokens, cost, [&](long begin, long end, int) {
+    for (long token = begin; token < end; ++token) {
+      w.pages.is_half ? rope_write_token<half>(w, token) : rope_write_token<float>(w, token);
+    }
+  });
+}
+
+}  // namespace TOQUE_ISA
+}  // namespace toque

@@ -1,0 +1,81 @@
+"""Types of the compiled extension (csrc/bind.cpp). Shapes are those of `kernels/api.py`'s ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toque.kernels.api import Floats, Ints
+
+class Matrix:
+    """A weight matrix [out, in] as float32 panels. Immutable."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Backend:
+    """A thread pool and the kernels of one instruction set; results go into the last arguments."""
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    def set_threads(self, threads: int) -> None: ...
+    def pack(self, kind: str, data: NDArray[np.uint8], rows: int, columns: int) -> Matrix: ...
+    def dequantize(self, kind: str, data: NDArray[np.uint8], result: Floats) -> None: ...
+    def embed(self, table: Matrix, ids: Ints, result: Floats) -> None: ...
+    def rms_norm(self, x: Floats, weight: Floats, eps: float, result: Floats) -> None: ...
+    def linear(
+        self,
+        x: Floats,
+        weight: Matrix,
+        bias: Floats | None,
+        residual: Floats | None,
+        result: Floats,
+    ) -> None: ...
+    def linear3(
+        self,
+        x: Floats,
+        a: Matrix,
+        b: Matrix,
+        c: Matrix,
+        bias_a: Floats | None,
+        bias_b: Floats | None,
+        bias_c: Floats | None,
+        to_a: Floats,
+        to_b: Floats,
+        to_c: Floats,
+    ) -> None: ...
+    def gate_up_silu(self, x: Floats, gate: Matrix, up: Matrix, result: Floats) -> None: ...
+    def rope_write(
+        self,
+        query: Floats,
+        key: Floats,
+        value: Floats,
+        query_norm: Floats | None,
+        key_norm: Floats | None,
+        norm_eps: float,
+        cos: Floats,
+        sin: Floats,
+        positions: Ints,
+        write_at: NDArray[np.int64],
+        keys: NDArray[Any],
+        values: NDArray[Any],
+    ) -> None: ...
+    def attention(
+        self,
+        q: Floats,
+        keys: NDArray[Any],
+        values: NDArray[Any],
+        positions: Ints,
+        chunk_starts: Ints,
+        context_lens: Ints,
+        page_table: Ints,
+        scale: float,
+        result: Floats,
+    ) -> None: ...

@@ -1,0 +1,127 @@
+"""Every op of `kernels/api.py` on the compiled extension: allocates results, hands over arrays.
+
+Owns: the thread pool and the choice of instruction set (inside `Backend`). Knows: which native call
+computes which op. Does not know: formulas; they are in csrc/ and, readable, in `kernels/ref`.
+
+The extension checks everything that it is given: TypeError for another dtype, rank or memory order
+(nothing is converted), ValueError for sizes that do not fit, IndexError for an index out of range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from toque.errors import ConfigError
+from toque.kernels.api import QKV, Floats, ForwardBatch, Ints, LayerKV, Matrix, PagedKV, RopeTable
+from toque.kernels.cpu import _native
+from toque.kernels.ref.dequantize import check_packed
+from toque.types import StoredTensor
+
+
+class CpuOps:
+    """Matrices are float32 panels that the extension owns, made once when a model is loaded.
+
+    `threads` counts the calling thread. The environment variable TOQUE_ISA (avx2 or portable)
+    overrides the choice of instruction set. Raises ConfigError where either cannot be had.
+    """
+
+    def __init__(self, threads: int) -> None:
+        try:
+            self.backend = _native.Backend(threads)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.name = f"cpu/{self.backend.isa}"
+
+    def set_threads(self, threads: int) -> None:
+        """Use so many threads from the next op on. Raises ValueError below 1."""
+        self.backend.set_threads(threads)
+
+    def matrix(self, tensor: StoredTensor) -> Matrix:
+        check_packed(tensor.kind, tensor.data, tensor.shape)
+        rows, columns = tensor.shape
+        data = np.ascontiguousarray(tensor.data).reshape(-1)  # [bytes]
+        return self.backend.pack(tensor.kind, data, rows, columns)
+
+    def vector(self, tensor: StoredTensor) -> Floats:
+        check_packed(tensor.kind, tensor.data, tensor.shape)
+        out = np.empty((1, *tensor.shape), dtype=np.float32)  # [1, n]
+        self.backend.dequantize(tensor.kind, np.ascontiguousarray(tensor.data).reshape(-1), out)
+        return out.reshape(tensor.shape)
+
+    def kv_pages(self, specs: Sequence[PagedKV], num_pages: int, block_size: int) -> list[LayerKV]:
+        return [zero_pages(spec, num_pages, block_size) for spec in specs]
+
+    def embed(self, table: Matrix, ids: Ints) -> Floats:
+        out = np.empty((len(ids), table.shape[1]), dtype=np.float32)  # [tokens, hidden]
+        self.backend.embed(native(table), ids, out)
+        return out
+
+    def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
+        out = np.empty_like(x)  # [rows, n]
+        self.backend.rms_norm(x, weight, eps, out)
+        return out
+
+    def linear(self, x: Floats, weight: Matrix, bias: Floats | None = None) -> Floats:
+        out = result_of(x, weight)  # [rows, out]
+        self.backend.linear(x, native(weight), bias, None, out)
+        return out
+
+    def linear_add(
+        self, x: Floats, weight: Matrix, bias: Floats | None, residual: Floats
+    ) -> Floats:
+        out = result_of(x, weight)  # [rows, out]
+        self.backend.linear(x, native(weight), bias, residual, out)
+        return out
+
+    def gate_up_silu(self, x: Floats, gate: Matrix, up: Matrix) -> Floats:
+        out = result_of(x, gate)  # [rows, intermediate]
+        self.backend.gate_up_silu(x, native(gate), native(up), out)
+        return out
+
+    def qkv_rope_write(
+        self, x: Floats, qkv: QKV, rope: RopeTable, batch: ForwardBatch, kv: LayerKV
+    ) -> Floats:
+        weights = (native(qkv.query), native(qkv.key), native(qkv.value))
+        biases = (qkv.query_bias, qkv.key_bias, qkv.value_bias)
+        q, k, v = (result_of(x, weight) for weight in weights)  # [tokens, (kv_)heads * head_dim]
+        self.backend.linear3(x, *weights, *biases, q, k, v)
+        query, key, value = (out.reshape(len(x), -1, qkv.head_dim) for out in (q, k, v))
+        self.backend.rope_write(
+            query,
+            key,
+            value,
+            qkv.query_norm,
+            qkv.key_norm,
+            qkv.norm_eps,
+            rope.cos,
+            rope.sin,
+            batch.positions,
+            batch.write_at,
+            kv.keys,
+            kv.values,
+        )
+        return query  # [tokens, heads, head_dim], rotated in place
+
+    def attention(self, q: Floats, kv: LayerKV, batch: ForwardBatch, scale: float) -> Floats:
+        out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=np.float32)
+        chunks = (batch.positions, batch.chunk_starts, batch.context_lens, batch.page_table)
+        self.backend.attention(q, kv.keys, kv.values, *chunks, scale, out)
+        return out  # [tokens, heads * head_dim]
+
+
+def native(matrix: Matrix) -> _native.Matrix:
+    """This set's matrices are the extension's own; the protocol hides that from the layers."""
+    return cast(_native.Matrix, matrix)
+
+
+def result_of(x: Floats, weight: Matrix) -> Floats:
+    return np.empty((x.shape[0], weight.shape[0]), dtype=np.float32)  # [rows, out]
+
+
+def zero_pages(spec: PagedKV, num_pages: int, block_size: int) -> LayerKV:
+    """np.zeros asks the kernel for zero pages, which cost no memory until they are written."""
+    shape = (num_pages, spec.kv_heads, block_size, spec.head_dim)
+    return LayerKV(np.zeros(shape, dtype=spec.dtype), np.zeros(shape, dtype=spec.dtype))

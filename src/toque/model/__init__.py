@@ -1,0 +1,1 @@
+"""Models: the structure of a checkpoint, where its weights go, how a step runs through them."""

@@ -1,0 +1,133 @@
+"""Batch invariance: on the compiled kernels a row's bits never depend on what it is computed with.
+
+Not on other rows, on its place among them, on threads, nor on how a sequence was cut into chunks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.kernels.cases import Case, attention_case, normal, part_of, stored
+from toque.kernels.api import Floats
+from toque.kernels.cpu import CpuOps
+
+ONE, TWO = CpuOps(1), CpuOps(2)
+
+
+def bits(array: Floats) -> bytes:
+    return array.tobytes()
+
+
+@pytest.mark.parametrize("inputs", [64, 257, 600])
+def test_linear_row_alone_equals_row_in_any_batch(inputs: int) -> None:
+    rng = np.random.default_rng(inputs)
+    x, residual = normal(rng, 67, inputs), normal(rng, 67, 45)
+    weight, bias = stored(normal(rng, 45, inputs)), normal(rng, 45)
+    matrix = TWO.matrix(weight)
+    alone = [
+        bits(ONE.linear_add(x[r : r + 1], matrix, bias, residual[r : r + 1])) for r in range(67)
+    ]
+    for rows in range(1, 68):
+        first = (67 - rows) // 2  # another place in every batch
+        part = slice(first, first + rows)
+        out = TWO.linear_add(x[part], matrix, bias, residual[part])
+        assert [bits(row) for row in out] == alone[part]
+
+
+def test_gate_up_silu_row_alone_equals_row_in_batch() -> None:
+    rng = np.random.default_rng(0)
+    x = normal(rng, 67, 300)
+    gate, up = (TWO.matrix(stored(normal(rng, 77, 300) / 16)) for _ in range(2))
+    whole = TWO.gate_up_silu(x, gate, up)
+    for r in (0, 1, 5, 6, 63, 64, 66):
+        assert bits(ONE.gate_up_silu(x[r : r + 1], gate, up)) == bits(whole[r])
+
+
+def test_rms_norm_row_alone_equals_row_in_batch() -> None:
+    rng = np.random.default_rng(0)
+    x, weight = normal(rng, 600, 131), normal(rng, 131)
+    whole = TWO.rms_norm(x, weight, 1e-6)
+    assert all(bits(ONE.rms_norm(x[r : r + 1], weight, 1e-6)) == bits(whole[r]) for r in range(67))
+
+
+def chunked(case: Case, sizes: list[int], ops: CpuOps) -> Floats:
+    """The first chunk of the case in pieces of the given sizes, each a call of its own."""
+    outs, begin = [], 0
+    for size in sizes:
+        q = np.ascontiguousarray(case.q[begin : begin + size])
+        batch = part_of(case.batch, 0, begin, begin + size)
+        outs.append(ops.attention(q, case.kv, batch, 0.125))
+        begin += size
+    return np.concatenate(outs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("group", "dim", "block_size"), [(1, 64, 16), (3, 80, 16), (7, 64, 5)])
+def test_attention_does_not_depend_on_chunks(
+    dtype: str, group: int, dim: int, block_size: int
+) -> None:
+    """130 new tokens after 70 cached ones: at once, in uneven pieces, and one by one."""
+    rng = np.random.default_rng(3)
+    case = attention_case(
+        rng, [(200, 130)], group=group, dim=dim, block_size=block_size, dtype=dtype
+    )
+    whole = TWO.attention(case.q, case.kv, case.batch, 0.125)
+    assert bits(chunked(case, [1, 63, 2, 31, 33], ONE)) == bits(whole)
+    assert bits(chunked(case, [1] * 130, TWO)) == bits(whole)
+
+
+def test_attention_does_not_depend_on_neighbours() -> None:
+    chunks = [(200, 1), (33, 33), (64, 1), (100, 50), (1, 1)]
+    case = attention_case(np.random.default_rng(4), chunks)
+    whole = TWO.attention(case.q, case.kv, case.batch, 0.125)
+    for c, (_, new) in enumerate(chunks):
+        part = slice(case.batch.chunk_starts[c], case.batch.chunk_starts[c + 1])
+        batch = part_of(case.batch, c, 0, new)
+        assert bits(ONE.attention(case.q[part], case.kv, batch, 0.125)) == bits(whole[part])
+
+
+def test_attention_does_not_depend_on_page_size() -> None:
+    """Pages are a matter of storage: 7 or 32 tokens in each, the same numbers."""
+    outs = []
+    for block_size in (7, 32):
+        case = attention_case(np.random.default_rng(6), [(150, 60)], block_size=block_size)
+        rng = np.random.default_rng(7)
+        k, v, place = normal(rng, 150, 2, 64), normal(rng, 150, 2, 64), np.arange(150)
+        pages = case.batch.page_table[0, place // block_size]
+        case.kv.keys[pages, :, place % block_size] = k
+        case.kv.values[pages, :, place % block_size] = v
+        outs.append(TWO.attention(normal(rng, 60, 6, 64), case.kv, case.batch, 0.125))
+    assert bits(outs[0]) == bits(outs[1])
+
+
+def machine_has_avx2() -> bool:
+    try:
+        with open("/proc/cpuinfo") as info:
+            return " avx2 " in info.read()
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not machine_has_avx2(), reason="only the portable path can run here")
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_every_instruction_set_passes_these_tests(isa: str) -> None:
+    """This file and two others of its folder, in a process that TOQUE_ISA tells what to use."""
+    if os.environ.get("TOQUE_ISA"):
+        pytest.skip("is the inner process")
+    if ONE.name == f"cpu/{isa}":
+        return
+    tests = ["test_cpu.py", "test_cpu_bits.py", "test_dequantize.py"]
+    folder = os.path.dirname(__file__)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        + [os.path.join(folder, test) for test in tests],
+        env={**os.environ, "TOQUE_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
