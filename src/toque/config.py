@@ -146,11 +146,20 @@ def _check_ranges(options: EngineOptions, model: ModelSpec) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
     if options.block_size > 1024:
         raise ConfigError(f"--block-size is {options.block_size}: at most 1024 tokens per page")
-    if options.max_model_len is not None and options.max_model_len > model.context:
+    longest = reachable_context(model)
+    if options.max_model_len is not None and options.max_model_len > longest:
         raise ConfigError(
-            f"--max-model-len {options.max_model_len} is beyond the {model.context} tokens that "
-            f"the model was made for: lower it to at most {model.context}"
+            f"--max-model-len {options.max_model_len} is beyond the {longest} tokens that "
+            f"the model was made for: lower it to at most {longest}"
         )
+
+
+def reachable_context(model: ModelSpec) -> int:
+    """Tokens. `context` is what is used unless told otherwise; linear and dynamic rotary scaling
+    reach further by their factor, at some cost in quality, so only on demand."""
+    if model.rope.kind in ("linear", "dynamic"):
+        return int(model.context * model.rope.parameters.get("factor", 1.0))
+    return model.context
 
 
 def _default_pool_bytes(measured: Measured) -> int:

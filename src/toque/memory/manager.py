@@ -105,6 +105,12 @@ class CacheManager:
         """What `grow` can hand out now: free + cached."""
         return self._pool.free_pages + self._pool.idle_pages
 
+    def fits(self, match: Match, more_pages: int) -> bool:
+        """Could `more_pages` be had after `match` was admitted? Those of its pages that nobody
+        holds are available until then, and not any more afterwards. O(pages)."""
+        revived_pages = sum(not self._pool.holders(page) for page in match.pages)
+        return self.available_pages - revived_pages >= more_pages
+
     def match(self, tokens: Sequence[int], salt: str) -> Match:
         """The longest cached prefix that leaves at least one token to compute, hence at most
         (len(tokens) - 1) // block_size pages. Changes nothing. O(pages)."""

@@ -245,14 +245,13 @@ class Scheduler:
         sequence.waits_for = match.pending
         if match.pending is not None:
             return 0
-        self._cache.admit(sequence.id, sequence.tokens, salt, match)
         missing_pages = self._pages_for(len(sequence.tokens)) - len(match.pages)
         sequence.num_computed = match.num_tokens
         num_tokens = self._chunk_tokens(sequence, draft)
-        if num_tokens == 0 or missing_pages + spoken_for_pages > self._cache.available_pages:
-            self._cache.release(sequence.id)
+        if num_tokens == 0 or not self._cache.fits(match, missing_pages + spoken_for_pages):
             sequence.num_computed = 0
             return None
+        self._cache.admit(sequence.id, sequence.tokens, salt, match)
         pages = self._cache.grow(sequence.id, sequence.num_computed + num_tokens)
         assert pages is not None  # missing_pages were available
         self._count_admission(sequence, match.num_tokens, now_s)
