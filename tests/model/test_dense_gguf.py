@@ -12,32 +12,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
+from gguf_oracle import KEYS, gguf_name, transformers_model
 from model_oracle import DEFAULT_ROPE, assert_close, hf_logits, load, our_logits, prompt, tiny_model
 
 from toque.errors import ModelError
-from toque.files.checkpoint import Checkpoint, open_checkpoint
+from toque.files.checkpoint import open_checkpoint
 from toque.kernels import select
 from toque.model.registry import load_model, model_spec
 
 Kind = gguf.GGMLQuantizationType
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 LLAMA_KINDS = {
     "token_embd": Kind.Q8_0,
     "output": Kind.Q6_K,
@@ -59,23 +43,6 @@ QWEN_KINDS = {
     "ffn_up": Kind.BF16,
     "ffn_down": Kind.Q4_K,
 }
-KEYS = {  # ours in transformers' config -> GGUF's
-    "num_hidden_layers": "block_count",
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-}
-
-
-def gguf_name(name: str) -> str:
-    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
-    stem, ending = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[part]}.{ending}"
-    return f"{NAMES[stem]}.{ending}"
 
 
 def random_blocks(kind: Kind, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
@@ -203,44 +170,6 @@ TEXT = [
     *(30, 1094, 502, 9199, 582, 3252, 1092, 502, 1956, 260, 1867, 28, 260, 14603, 418, 260),
     *(6644, 5847, 327, 354, 5353, 43, 588, 502, 1446, 1545, 30858, 335, 260, 2892, 284),
 ]
-
-
-def deinterleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of `interleave`."""
-    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def transformers_model(file: Checkpoint) -> Any:
-    """A Llama with the file's weights, dequantized by the gguf package."""
-    keys = {ours: file.metadata[f"llama.{key}"] for ours, key in KEYS.items()}
-    config = transformers.LlamaConfig(
-        **keys,
-        vocab_size=49152,
-        rms_norm_eps=file.metadata["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": file.metadata["llama.rope.freq_base"],
-        },
-        tie_word_embeddings=True,
-    )
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    stored = dict(file.tensors)
-    state = {}
-    for name, _ in model.named_parameters():
-        tensor = stored.pop(gguf_name(name))
-        rows = tensor.data.reshape(tensor.shape[0], -1)  # one row of a vector is one number
-        values = gguf.quants.dequantize(rows, Kind[tensor.kind]).reshape(tensor.shape)
-        part = tensor.name.split(".")[-2]
-        values = deinterleave(values, heads[part]) if part in heads else values
-        state[name] = torch.from_numpy(np.array(values, np.float32))
-    assert not stored
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not weights
-    return model.eval()
 
 
 def test_the_real_small_model(smollm2_path: Path) -> None:
