@@ -5,6 +5,7 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -22,33 +23,51 @@ using namespace nb::literals;
 constexpr const char* KIND_NAMES[] = {"F32",  "F16",  "BF16", "Q4_0", "Q4_1", "Q5_0",
                                       "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"};
 
-static PackedRows packed_rows(const std::string& name, const Bytes& data, long rows, long columns) {
+static Kind kind_of(const std::string& name) {
   const auto found = std::find(std::begin(KIND_NAMES), std::end(KIND_NAMES), name);
   require(found != std::end(KIND_NAMES), "unknown tensor kind");
-  const Kind kind = static_cast<Kind>(found - std::begin(KIND_NAMES));
-  const BlockSize size = block_size(kind);
+  return static_cast<Kind>(found - std::begin(KIND_NAMES));
+}
+
+static void require_shape(Kind kind, long rows, long columns) {
   require(rows > 0 && columns > 0, "a matrix must not be empty");
-  require(columns % size.values == 0, "rows are not whole blocks");
+  require(columns % block_size(kind).values == 0, "rows are not whole blocks");
+}
+
+static StoredRows stored_rows(const std::string& name, const Bytes& data, long rows, long columns) {
+  const Kind kind = kind_of(name);
+  const BlockSize size = block_size(kind);
+  require_shape(kind, rows, columns);
   require(size_of(data, 0) / rows == columns / size.values * size.bytes &&
               size_of(data, 0) % rows == 0,
           "data has not the size that its kind and shape need");
   return {kind, data.data(), rows, columns};
 }
 
-// A weight matrix in panels. Immutable once made.
+// A packed weight matrix, immutable once made: one block of bytes, see layout.h.
+//
+// Owns: its bytes, or a hold on the array that lent them. Knows: their kind and shape.
 class Matrix {
  public:
-  Matrix(long out, long in) : out_(out), in_(in), floats_(allocate_floats(size())) {}
-  Panels panels() const { return {floats_.get(), out_, in_}; }
-  float* data() { return floats_.get(); }
-  size_t bytes() const { return size() * sizeof(float); }
-  nb::tuple shape() const { return nb::make_tuple(out_, in_); }
+  Matrix(Kind kind, long out, long in)
+      : owned_(allocate_bytes(packed_bytes(kind, out, in))), packed_{kind, owned_.get(), out, in} {}
+
+  // On bytes of another matrix, from a file for example, which are not copied.
+  Matrix(Kind kind, const Bytes& data, long out, long in)
+      : lent_(data), packed_{kind, data.data(), out, in} {}
+
+  const Packed& packed() const { return packed_; }
+  uint8_t* data() { return owned_.get(); }  // of a matrix that has bytes of its own
+  size_t bytes() const {
+    return static_cast<size_t>(packed_bytes(packed_.kind, packed_.out, packed_.in));
+  }
+  nb::tuple shape() const { return nb::make_tuple(packed_.out, packed_.in); }
+  const char* kind() const { return KIND_NAMES[static_cast<int>(packed_.kind)]; }
 
  private:
-  size_t size() const { return static_cast<size_t>(panels_for(out_)) * PANEL * in_; }
-
-  long out_, in_;
-  FloatArray floats_;
+  ByteArray owned_;
+  Bytes lent_;
+  Packed packed_;
 };
 
 // Thread pool and kernels of one CpuOps.
@@ -76,27 +95,38 @@ class Backend {
   }
 
   std::unique_ptr<Matrix> pack(const std::string& kind, Bytes data, long out, long in) const {
-    const PackedRows rows = packed_rows(kind, data, out, in);
-    return without_gil([&](Pool& pool) {
-      auto matrix = std::make_unique<Matrix>(out, in);
-      const FloatArray scratch = allocate_floats(pool.threads() * pack_scratch(in));
-      kernels_.pack(pool, rows, matrix->data(), scratch.get());
-      return matrix;
-    });
+    const StoredRows rows = stored_rows(kind, data, out, in);
+    auto matrix = std::make_unique<Matrix>(rows.kind, out, in);
+    without_gil([&](Pool& pool) { kernels_.pack(pool, rows, matrix->data()); });
+    return matrix;
+  }
+
+  // The inverse of Matrix.packed: a matrix on those bytes, which stay where they are.
+  std::unique_ptr<Matrix> matrix_of(const std::string& name, Bytes packed, long out,
+                                    long in) const {
+    const Kind kind = kind_of(name);
+    require_shape(kind, out, in);
+    require(out <= std::numeric_limits<int32_t>::max() && in <= std::numeric_limits<int32_t>::max(),
+            "the matrix is too large");
+    require(size_of(packed, 0) == packed_bytes(kind, out, in),
+            "the packed bytes have not the size that kind and shape need");
+    require(reinterpret_cast<uintptr_t>(packed.data()) % PACKED_ALIGNMENT == 0,
+            "packed bytes must lie on a multiple of 64");
+    return std::make_unique<Matrix>(kind, packed, out, in);
   }
 
   void dequantize(const std::string& kind, Bytes data, OutRows result) const {
-    const PackedRows rows = packed_rows(kind, data, size_of(result, 0), size_of(result, 1));
+    const StoredRows rows = stored_rows(kind, data, size_of(result, 0), size_of(result, 1));
     without_gil([&](Pool& pool) { kernels_.dequantize(pool, rows, result.data()); });
   }
 
   void embed(const Matrix& table, Ints ids, OutRows result) const {
-    const Panels panels = table.panels();
+    const Packed& packed = table.packed();
     require(size_of(result, 0) == size_of(ids, 0), "one result row per id");
-    require(size_of(result, 1) == panels.in, "result rows have not the table's width");
-    require_indices(ids, panels.out, "token id");
+    require(size_of(result, 1) == packed.in, "result rows have not the table's width");
+    require_indices(ids, packed.out, "token id");
     without_gil([&](Pool& pool) {
-      kernels_.embed(pool, panels, ids.data(), size_of(ids, 0), result.data());
+      kernels_.embed(pool, packed, ids.data(), size_of(ids, 0), result.data());
     });
   }
 
@@ -118,7 +148,7 @@ class Backend {
               "residual is not like the result");
       product.residual = residual->data();
     }
-    without_gil([&](Pool& pool) { kernels_.linear(pool, x.data(), size_of(x, 0), &product, 1); });
+    without_gil([&](Pool& pool) { kernels_.linear(pool, input(x), &product, 1); });
   }
 
   // Query, key and value projections of one input in one parallel loop.
@@ -128,15 +158,14 @@ class Backend {
     const Product products[] = {checked_product(x, a, bias_a, to_a),
                                 checked_product(x, b, bias_b, to_b),
                                 checked_product(x, c, bias_c, to_c)};
-    without_gil([&](Pool& pool) { kernels_.linear(pool, x.data(), size_of(x, 0), products, 3); });
+    without_gil([&](Pool& pool) { kernels_.linear(pool, input(x), products, 3); });
   }
 
-  void gate_up_silu(Rows x, const Matrix& gate, const Matrix& up, OutRows result) const {
-    const Product g = checked_product(x, gate, std::nullopt, result);
-    const Product u = checked_product(x, up, std::nullopt, result);
-    without_gil([&](Pool& pool) {
-      kernels_.gate_up_silu(pool, x.data(), size_of(x, 0), g.weight, u.weight, result.data());
-    });
+  void gate_up_silu(Rows x, const Matrix& gate, const Matrix& up, std::optional<Vector> gate_bias,
+                    std::optional<Vector> up_bias, OutRows result) const {
+    const Product g = checked_product(x, gate, gate_bias, result);
+    const Product u = checked_product(x, up, up_bias, result);
+    without_gil([&](Pool& pool) { kernels_.gate_up_silu(pool, input(x), g, u); });
   }
 
   void rope_write(OutHeads query, OutHeads key, Heads value, std::optional<Vector> query_norm,
@@ -189,30 +218,50 @@ class Backend {
                          heads,          scale,         pages};
     without_gil([&](Pool& pool) {
       const long floats = kernels_.attention_scratch(args);
-      const FloatArray scratch = allocate_floats(pool.threads() * floats);
-      kernels_.attention(pool, args, scratch.get());
+      const ByteArray scratch = allocate_bytes(pool.threads() * floats * sizeof(float));
+      kernels_.attention(pool, args, reinterpret_cast<float*>(scratch.get()));
     });
   }
 
  private:
   static Product checked_product(const Rows& x, const Matrix& weight,
                                  const std::optional<Vector>& bias, const OutRows& result) {
-    const Panels panels = weight.panels();
-    require(size_of(x, 1) == panels.in, "x has not the weight's number of inputs");
+    const Packed& packed = weight.packed();
+    require(size_of(x, 1) == packed.in, "x has not the weight's number of inputs");
     require(size_of(result, 0) == size_of(x, 0), "result has not x's number of rows");
-    require(size_of(result, 1) == panels.out, "result has not the weight's number of outputs");
-    return {panels, data_or_null(bias, panels.out, "bias has not the weight's number of outputs"),
+    require(size_of(result, 1) == packed.out, "result has not the weight's number of outputs");
+    return {packed, data_or_null(bias, packed.out, "bias has not the weight's number of outputs"),
             nullptr, result.data()};
+  }
+
+  // The scratch belongs to the calling thread and only grows: fresh memory for each product would
+  // cost more page faults than the products of a small model cost time.
+  static Input input(const Rows& x) {
+    thread_local ByteArray scratch;
+    thread_local long size = 0;
+    const long rows = size_of(x, 0), in = size_of(x, 1), needed = input_scratch(rows, in);
+    if (needed > size) {
+      scratch = allocate_bytes(needed);
+      size = needed;
+    }
+    return {x.data(), rows, in, scratch.get()};
   }
 
   const Kernels& kernels_;
   std::shared_ptr<Pool> pool_;
 };
 
+using PackedView = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>, nb::c_contig>;
+
 static void bind_matrix(nb::module_& module) {
   nb::class_<Matrix>(module, "Matrix")
       .def_prop_ro("shape", &Matrix::shape)
-      .def_prop_ro("nbytes", &Matrix::bytes);
+      .def_prop_ro("kind", &Matrix::kind)
+      .def_prop_ro("nbytes", &Matrix::bytes)
+      .def_prop_ro("packed", [](nb::handle_t<Matrix> self) {  // a view, which keeps the matrix alive
+        const Matrix& matrix = nb::cast<const Matrix&>(self);
+        return PackedView(matrix.packed().data, {matrix.bytes()}, self);
+      });
 }
 
 // nb::arg().noconvert() on every array: see check.h.
@@ -225,6 +274,7 @@ static void bind_backend(nb::module_& module) {
       .def_prop_ro("threads", &Backend::threads)
       .def("set_threads", &Backend::set_threads, "threads"_a)
       .def("pack", &Backend::pack, "kind"_a, array("data"), "rows"_a, "columns"_a)
+      .def("matrix_of", &Backend::matrix_of, "kind"_a, array("packed"), "out"_a, "in_"_a)
       .def("dequantize", &Backend::dequantize, "kind"_a, array("data"), array("result"))
       .def("embed", &Backend::embed, "table"_a, array("ids"), array("result"))
       .def("rms_norm", &Backend::rms_norm, array("x"), array("weight"), "eps"_a, array("result"))
@@ -232,7 +282,8 @@ static void bind_backend(nb::module_& module) {
            optional("residual"), array("result"))
       .def("linear3", &Backend::linear3, array("x"), "a"_a, "b"_a, "c"_a, optional("bias_a"),
            optional("bias_b"), optional("bias_c"), array("to_a"), array("to_b"), array("to_c"))
-      .def("gate_up_silu", &Backend::gate_up_silu, array("x"), "gate"_a, "up"_a, array("result"))
+      .def("gate_up_silu", &Backend::gate_up_silu, array("x"), "gate"_a, "up"_a,
+           optional("gate_bias"), optional("up_bias"), array("result"))
       .def("rope_write", &Backend::rope_write, array("query"), array("key"), array("value"),
            optional("query_norm"), optional("key_norm"), "norm_eps"_a, array("cos"), array("sin"),
            array("positions"), array("write_at"), array("keys"), array("values"))

@@ -7,48 +7,40 @@
 
 #include <stdint.h>
 
+#include "layout.h"
 #include "parallel.h"
 
 namespace toque {
 
-// Columns of a packed weight panel, and of every register tile.
-constexpr long PANEL = 16;
-
-constexpr long panels_for(long out) { return (out + PANEL - 1) / PANEL; }
-
-// In the order of the names in bind.cpp.
-enum class Kind { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
-
-struct BlockSize {
-  long values;
-  long bytes;
-};
-
-constexpr BlockSize block_size(Kind kind) {
-  constexpr BlockSize sizes[] = {{1, 4},   {1, 2},   {1, 2},     {32, 18},   {32, 20}, {32, 22},
-                                 {32, 24}, {32, 34}, {256, 144}, {256, 176}, {256, 210}};
-  return sizes[static_cast<int>(kind)];
-}
-
-// Rows of packed weights as they lie in a file.
-struct PackedRows {
+// Rows of weights as they lie in a file.
+struct StoredRows {
   Kind kind;
   const uint8_t* data;  // [rows, columns / values * bytes]
   long rows;
   long columns;  // a multiple of the kind's block
+
+  const uint8_t* row(long index) const {
+    const BlockSize size = block_size(kind);
+    return data + index * (columns / size.values) * size.bytes;
+  }
 };
 
-// A weight matrix [out, in] as the products want it: panels of PANEL outputs, input after input, so
-// that one input times a whole panel is two vector instructions. Missing outputs are zeros.
-struct Panels {
-  const float* data;  // [panels_for(out), in, PANEL]
-  long out;
+// What products multiply, and room for it as integers (see activations.h), which is used and needed
+// only for weights that are integers.
+struct Input {
+  const float* x;  // [rows, in]
+  long rows;
   long in;
+  void* scratch;  // input_scratch(rows, in) bytes, on a multiple of 64
 };
+
+constexpr long input_scratch(long rows, long in) {
+  return rows * (in * (long)sizeof(int16_t) + in / GROUP * 3 * (long)sizeof(float));
+}
 
 // result = residual + x @ weight.T + bias; bias and residual may be null.
 struct Product {
-  Panels weight;
+  Packed weight;
   const float* bias;      // [out]
   const float* residual;  // [rows, out]
   float* result;          // [rows, out]
@@ -99,20 +91,17 @@ struct Attention {
 
 struct Kernels {
   const char* name;
-  void (*dequantize)(Pool&, const PackedRows&, float* result);
-  void (*pack)(Pool&, const PackedRows&, float* panels, float* scratch);  // see pack_scratch()
-  void (*embed)(Pool&, const Panels&, const int32_t* ids, long tokens, float* result);
+  void (*dequantize)(Pool&, const StoredRows&, float* result);
+  void (*pack)(Pool&, const StoredRows&, uint8_t* packed);  // packed_bytes()
+  void (*embed)(Pool&, const Packed&, const int32_t* ids, long tokens, float* result);
   void (*rms_norm)(Pool&, const float* x, const float* weight, float eps, long rows, long columns,
                    float* result);
-  void (*linear)(Pool&, const float* x, long rows, const Product* products, int count);
-  void (*gate_up_silu)(Pool&, const float* x, long rows, Panels gate, Panels up, float* result);
+  void (*linear)(Pool&, const Input&, const Product* products, int count);
+  void (*gate_up_silu)(Pool&, const Input&, const Product& gate, const Product& up);  // to gate's
   void (*rope_write)(Pool&, const RopeWrite&);
   void (*attention)(Pool&, const Attention&, float* scratch);
   long (*attention_scratch)(const Attention&);  // floats per thread of the pool
 };
-
-// Scratch in floats per thread of the pool; a multiple of 16, so that aligned parts stay aligned.
-constexpr long pack_scratch(long columns) { return PANEL * ((columns + 15) / 16 * 16); }
 
 // Query rows (tokens x heads of one KV head) that attention takes through the keys together.
 constexpr long QUERY_ROWS = 64;

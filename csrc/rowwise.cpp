@@ -1,22 +1,11 @@
-// Ops that take each row by itself: embedding, RMS norm, and what happens to a token's query, key
-// and value between their projections and attention.
+// Ops that take each row by itself: RMS norm, and what happens to a token's query, key and value
+// between their projections and attention.
 
 #include "kernels.h"
 #include "simd.h"
 
 namespace toque {
 namespace TOQUE_ISA {
-
-void embed(Pool& pool, const Panels& table, const int32_t* ids, long tokens, float* result) {
-  const double cost = 16.0 * tokens * table.in;  // each float is on a cache line of its own
-  parallel_ranges(pool, tokens, cost, [=](long begin, long end, int) {
-    for (long t = begin; t < end; ++t) {
-      const long panel = ids[t] / PANEL, column = ids[t] % PANEL;
-      const float* from = table.data + panel * table.in * PANEL + column;
-      for (long k = 0; k < table.in; ++k) result[t * table.in + k] = from[k * PANEL];
-    }
-  });
-}
 
 // 1 / sqrt(mean(x^2) + eps). Lane i of the sums gets elements i, i + 16, i + 32, ...
 static float inverse_rms(const float* x, long count, float eps) {

@@ -1,4 +1,4 @@
-// Eight floats at a time. The only file that knows an instruction set.
+// Eight floats or sixteen short integers at a time. The only file that knows an instruction set.
 //
 // Included by kernel sources, which are compiled once per instruction set, each time into another
 // namespace: -DTOQUE_ISA=avx2 with -mavx2 -mfma -mf16c, and -DTOQUE_ISA=portable with none.
@@ -6,7 +6,7 @@
 // The vector extensions of GCC and Clang give arithmetic, comparison and selection on any machine.
 // What they lack is here: a fused multiply-add that is one wherever it is written and is never made
 // up by the compiler (-ffp-contract=off), so that two loops over the same numbers round alike; half
-// precision; and transposition.
+// precision; products of short integers added pairwise; and transposition.
 #pragma once
 
 #include <math.h>
@@ -23,11 +23,19 @@ namespace TOQUE_ISA {
 
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef int16_t i16x16 __attribute__((vector_size(32)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+typedef int16_t i16x8 __attribute__((vector_size(16)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef int8_t i8x8 __attribute__((vector_size(8)));
+typedef uint8_t u8x8 __attribute__((vector_size(8)));
 typedef uint16_t half;  // the bits of an IEEE binary16
 
 constexpr long LANES = 8;
 
-#define TOQUE_INLINE static inline __attribute__((always_inline))
+#define TOQUE_MEMBER inline __attribute__((always_inline))
+#define TOQUE_INLINE static TOQUE_MEMBER
 
 TOQUE_INLINE f32x8 splat(float x) { return f32x8{x, x, x, x, x, x, x, x}; }
 
@@ -160,6 +168,13 @@ TOQUE_INLINE f32x8 load(const half* from) {
 #endif
 }
 
+// Eight bfloat16, which are the upper halves of floats.
+TOQUE_INLINE f32x8 load_bfloats(const void* from) {
+  u16x8 x;
+  memcpy(&x, from, sizeof x);
+  return (f32x8)(__builtin_convertvector(x, i32x8) << 16);
+}
+
 TOQUE_INLINE void store(half* to, f32x8 x) {
 #ifdef TOQUE_HAS_AVX2
   _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
@@ -172,6 +187,90 @@ TOQUE_INLINE float to_float(float x) { return x; }
 TOQUE_INLINE float to_float(half x) { return half_to_float(x); }
 TOQUE_INLINE void put(float* to, float x) { *to = x; }
 TOQUE_INLINE void put(half* to, float x) { *to = float_to_half(x); }
+
+// ------------------------------------------------------------------------------------- integers
+
+TOQUE_INLINE i32x8 splat_integer(int32_t x) { return i32x8{x, x, x, x, x, x, x, x}; }
+
+// The pair (x[0], x[1]), eight times.
+TOQUE_INLINE i16x16 splat_pair(const int16_t* x) {
+  int32_t pair;
+  memcpy(&pair, x, sizeof pair);
+  return (i16x16)splat_integer(pair);
+}
+
+TOQUE_INLINE i16x16 load_shorts(const void* from) {
+  i16x16 x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
+// Sixteen int8.
+TOQUE_INLINE i16x16 widen(const uint8_t* from) {
+#ifdef TOQUE_HAS_AVX2
+  return (i16x16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+#else
+  i8x16 x;
+  memcpy(&x, from, sizeof x);
+  return __builtin_convertvector(x, i16x16);
+#endif
+}
+
+// sums[i] + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1], exact in 32 bits.
+//
+// The empty asm keeps the additions in the order in which they are written: GCC would turn the chain
+// of an unrolled loop into a tree, and run out of registers.
+TOQUE_INLINE i32x8 add_pair_products(i16x16 a, i16x16 b, i32x8 sums) {
+#ifdef TOQUE_HAS_AVX2
+  i32x8 added = sums + (i32x8)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  asm("" : "+x"(added));
+  return added;
+#else
+  // Even elements are the lower halves of 32-bit lanes; shifting brings them up with their sign.
+  const i32x8 even = ((i32x8)a << 16 >> 16) * ((i32x8)b << 16 >> 16);
+  const i32x8 odd = ((i32x8)a >> 16) * ((i32x8)b >> 16);
+  return sums + even + odd;
+#endif
+}
+
+TOQUE_INLINE void pin(i16x16& x) {
+#ifdef TOQUE_HAS_AVX2
+  asm("" : "+x"(x));
+#else
+  (void)x;
+#endif
+}
+
+// Rounds to nearest; halfway cases to even.
+TOQUE_INLINE f32x8 to_floats(i32x8 x) { return __builtin_convertvector(x, f32x8); }
+
+// Eight bytes as numbers.
+TOQUE_INLINE f32x8 bytes_to_floats(const uint8_t* from) {
+  u8x8 x;
+  memcpy(&x, from, sizeof x);
+  return __builtin_convertvector(__builtin_convertvector(x, i32x8), f32x8);
+}
+
+// Eight int8, each twice in neighbouring elements: what the operands of pairs are multiplied with.
+TOQUE_INLINE i16x16 widen_twice(const uint8_t* from) {
+  i8x8 x;
+  memcpy(&x, from, sizeof x);
+  const i32x8 wide = __builtin_convertvector(x, i32x8);
+  return (i16x16)((wide & 0xffff) | wide << 16);
+}
+
+// Of numbers below 2^22: adding 1.5 * 2^23 leaves no bits for a fraction, so that the sum is rounded
+// to the nearest integer, halfway cases to even, and the integer stands in the lowest bits.
+TOQUE_INLINE i32x8 to_nearest(f32x8 x) {
+  const f32x8 magic = splat(12582912.0f);
+  return (i32x8)(x + magic) - (i32x8)magic;
+}
+
+// Of integers that fit.
+TOQUE_INLINE void store_shorts(int16_t* to, i32x8 x) {
+  const i16x8 narrow = __builtin_convertvector(x, i16x8);
+  memcpy(to, &narrow, sizeof narrow);
+}
 
 // ------------------------------------------------------------------------------- transposition
 

@@ -5,12 +5,12 @@
 namespace toque {
 namespace TOQUE_ISA {
 
-void dequantize(Pool&, const PackedRows&, float*);
-void pack(Pool&, const PackedRows&, float*, float*);
-void embed(Pool&, const Panels&, const int32_t*, long, float*);
+void dequantize(Pool&, const StoredRows&, float*);
+void pack(Pool&, const StoredRows&, uint8_t*);
+void embed(Pool&, const Packed&, const int32_t*, long, float*);
 void rms_norm(Pool&, const float*, const float*, float, long, long, float*);
-void linear(Pool&, const float*, long, const Product*, int);
-void gate_up_silu(Pool&, const float*, long, Panels, Panels, float*);
+void linear(Pool&, const Input&, const Product*, int);
+void gate_up_silu(Pool&, const Input&, const Product&, const Product&);
 void rope_write(Pool&, const RopeWrite&);
 void attention(Pool&, const Attention&, float*);
 long scratch_floats(const Attention&);

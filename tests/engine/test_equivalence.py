@@ -1,7 +1,8 @@
 """The same tokens, and the same bits, however a request is computed.
 
 {alone, batched} x {one chunk, many} x {cold, hit, in flight} x {roomy, preempted}, on a small
-random model with the compiled kernels. The oracle is the simplest of all ways: each
+random model with the compiled kernels, once with float32 weights and once with every packed kind of
+weight. The oracle is the simplest of all ways: each
 request alone, in one chunk, with the cache off. Logits are recorded where the worker samples.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.engine.quantized_model import quantized_model
 from toque.build import Loaded, assemble, load
 from toque.config import EngineConfig, EngineOptions
 from toque.ipc import InProcess
@@ -122,8 +124,13 @@ def _book(
     assert all(not isinstance(event, Finished) or event.error is None for event in report.events)
 
 
-@pytest.fixture(scope="module")
-def loaded(tiny_config: Path) -> Loaded:
+@pytest.fixture(scope="module", params=["float32", "quantized"])
+def loaded(
+    request: pytest.FixtureRequest, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Loaded:
+    """Weights that multiply in float32, and weights of every packed kind."""
+    if request.param == "quantized":
+        return quantized_model(tiny_config, tmp_path_factory.mktemp("quantized"))
     return load(tiny_config, EngineOptions(load_format="dummy", kernels="cpu"))
 
 

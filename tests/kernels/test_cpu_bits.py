@@ -12,9 +12,11 @@ import sys
 import numpy as np
 import pytest
 
-from tests.kernels.cases import Case, attention_case, normal, part_of, stored
+from tests.kernels.cases import Case, attention_case, normal, packed_bytes, part_of, stored
 from toque.kernels.api import Floats
 from toque.kernels.cpu import CpuOps
+from toque.kernels.ref.dequantize import KINDS
+from toque.types import StoredTensor
 
 ONE, TWO = CpuOps(1), CpuOps(2)
 
@@ -37,6 +39,35 @@ def test_linear_row_alone_equals_row_in_any_batch(inputs: int) -> None:
         part = slice(first, first + rows)
         out = TWO.linear_add(x[part], matrix, bias, residual[part])
         assert [bits(row) for row in out] == alone[part]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kinds_row_alone_equals_row_in_any_batch(kind: str) -> None:
+    """Batches of 1 to 140 rows: every tile, both ways of unpacking, two blocks of rows."""
+    rng = np.random.default_rng(1)
+    blocks = 1280 // KINDS[kind].values  # more than one part of a panel
+    weight = StoredTensor("w", kind, (45, 1280), packed_bytes(rng, kind, 45 * blocks))
+    x, matrix = normal(rng, 140, 1280), TWO.matrix(weight)
+    alone = [bits(ONE.linear(x[r : r + 1], matrix)) for r in range(140)]
+    assert len(set(alone)) == 140
+    for rows in [*range(1, 30), 64, 127, 128, 129, 131, 132, 133, 140]:
+        first = (140 - rows) // 2  # another place in every batch
+        part = slice(first, first + rows)
+        assert [bits(row) for row in TWO.linear(x[part], matrix)] == alone[part]
+        assert [bits(row) for row in ONE.linear(x[part], matrix)] == alone[part]
+
+
+@pytest.mark.parametrize(("gate_kind", "up_kind"), [("Q5_0", "Q4_K"), ("Q6_K", "Q6_K")])
+def test_quantized_gate_up_silu_row_alone_equals_row_in_batch(gate_kind: str, up_kind: str) -> None:
+    rng = np.random.default_rng(0)
+    x = normal(rng, 140, 256) / 16
+    gate, up = (
+        TWO.matrix(StoredTensor("w", kind, (77, 256), packed_bytes(rng, kind, 77 * 256 // values)))
+        for kind, values in ((k, KINDS[k].values) for k in (gate_kind, up_kind))
+    )
+    whole = TWO.gate_up_silu(x, gate, up)
+    for r in (0, 1, 5, 6, 63, 64, 127, 128, 139):
+        assert bits(ONE.gate_up_silu(x[r : r + 1], gate, up)) == bits(whole[r])
 
 
 def test_gate_up_silu_row_alone_equals_row_in_batch() -> None:
@@ -116,12 +147,12 @@ def machine_has_avx2() -> bool:
 @pytest.mark.skipif(not machine_has_avx2(), reason="only the portable path can run here")
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 def test_every_instruction_set_passes_these_tests(isa: str) -> None:
-    """This file and two others of its folder, in a process that TOQUE_ISA tells what to use."""
+    """This file and three others of its folder, in a process that TOQUE_ISA tells what to use."""
     if os.environ.get("TOQUE_ISA"):
         pytest.skip("is the inner process")
-    if ONE.name == f"cpu/{isa}":
+    if ONE.backend.isa == isa:
         return
-    tests = ["test_cpu.py", "test_cpu_bits.py", "test_dequantize.py"]
+    tests = ["test_cpu.py", "test_cpu_bits.py", "test_dequantize.py", "test_quantized.py"]
     folder = os.path.dirname(__file__)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

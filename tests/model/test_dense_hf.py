@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "mistral_window": ("MistralConfig", {"sliding_window": 128}),
     "llama_untied_llama3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
-    "llama_attention_bias": ("LlamaConfig", {"attention_bias": True}),
+    "llama_biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama_no_groups": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 24}),
     "llama_linear": (
         "LlamaConfig",
@@ -170,7 +170,7 @@ def test_kv_specs_and_weight_bytes(small: tuple[DenseDecoder, Any, Path], tmp_pa
     tied, theirs, _ = small
     assert tied.kv_specs("float16") == [PagedKV(kv_heads=2, head_dim=16, dtype="float16")] * 3
     matrices = [p.numel() * 4 for p in theirs.parameters() if p.ndim == 2]  # the tied one once
-    assert tied.weight_bytes == sum(matrices)
+    assert tied.weight_bytes == 4 * tied.weight_count == sum(matrices)
     untied = tiny_model("Qwen2Config", rope_parameters=DEFAULT_ROPE)
     untied.save_pretrained(tmp_path)
     assert load(tmp_path).weight_bytes == tied.weight_bytes

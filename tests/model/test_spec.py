@@ -159,7 +159,6 @@ def test_the_original_context_of_a_scaled_rotation() -> None:
         ("model_type", None),
         ("architectures", ["LlamaForSequenceClassification"]),
         ("auto_map", {"AutoModelForCausalLM": "modeling.Custom"}),
-        ("mlp_bias", True),
         ("partial_rotary_factor", 0.5),
         ("quantization_config", {"quant_method": "gptq"}),
         ("attn_logit_softcapping", 50.0),

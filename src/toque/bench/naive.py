@@ -242,7 +242,7 @@ def decode_step(engine: Engine, size: int, machine: dict[str, float]) -> dict[st
         seconds.append(time.perf_counter() - t0)
     step_s = float(np.median(seconds))
     weight_bytes = engine.model.weight_bytes
-    gflops = 2 * (weight_bytes / 4) * size / step_s / 1e9  # float32: four bytes a weight
+    gflops = 2 * engine.model.weight_count * size / step_s / 1e9
     return {
         "sequences": size,
         "step_ms": step_s * 1e3,
@@ -258,7 +258,8 @@ def decode_step(engine: Engine, size: int, machine: dict[str, float]) -> dict[st
 def balance_rows(engine: Engine, machine: dict[str, float]) -> float:
     """Rows per pass over the weights at which arithmetic takes as long as reading them."""
     read_s_per_byte = 1 / machine["copy_gb_per_s"]
-    compute_s_per_byte_and_row = 2 / 4 / machine["peak_gflops"]
+    weights_per_byte = engine.model.weight_count / engine.model.weight_bytes
+    compute_s_per_byte_and_row = 2 * weights_per_byte / machine["peak_gflops"]
     return read_s_per_byte / compute_s_per_byte_and_row
 
 

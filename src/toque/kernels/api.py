@@ -105,7 +105,7 @@ class QKV:
 class Ops(Protocol):
     """See the module's docstring for the contract that holds for all of them."""
 
-    name: str  # "ref" or "cpu/avx2": part of the fingerprint
+    name: str  # "ref" or "cpu/avx2/a14": part of the fingerprint
 
     def matrix(self, tensor: StoredTensor) -> Matrix:
         """Take a [out, in] weight from a file. Raises ModelError for a kind it does not know."""
@@ -130,8 +130,18 @@ class Ops(Protocol):
     ) -> Floats:
         """residual + linear(x, weight, bias): the way back into the residual stream."""
 
-    def gate_up_silu(self, x: Floats, gate: Matrix, up: Matrix) -> Floats:
-        """silu(x @ gate.T) * (x @ up.T): [rows, in] -> [rows, intermediate]."""
+    def gate_up_silu(
+        self,
+        x: Floats,
+        gate: Matrix,
+        up: Matrix,
+        gate_bias: Floats | None = None,
+        up_bias: Floats | None = None,
+    ) -> Floats:
+        """silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias).
+
+        [rows, in] -> [rows, intermediate]; biases are [intermediate].
+        """
 
     def qkv_rope_write(
         self, x: Floats, qkv: QKV, rope: RopeTable, batch: ForwardBatch, kv: LayerKV

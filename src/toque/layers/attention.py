@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toque.kernels.api import QKV, Floats, ForwardBatch, LayerKV, Ops, PagedKV, RopeTable
+from toque.kernels.api import QKV, Floats, ForwardBatch, LayerKV, Matrix, Ops, PagedKV, RopeTable
 from toque.layers.linear import Linear
 
 
@@ -32,9 +32,8 @@ class Attention:
         return float(self.qkv.head_dim**-0.5)
 
     @property
-    def weight_bytes(self) -> int:
-        projections = (self.qkv.query, self.qkv.key, self.qkv.value)
-        return sum(matrix.nbytes for matrix in projections) + self.output.weight_bytes
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (self.qkv.query, self.qkv.key, self.qkv.value, self.output.weight)
 
     def kv_spec(self, dtype: str) -> PagedKV:
         kv_heads = self.qkv.key.shape[0] // self.qkv.head_dim

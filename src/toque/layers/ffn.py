@@ -13,14 +13,16 @@ class FeedForward:
     """(x, residual) both [tokens, hidden] -> the new residual [tokens, hidden]."""
 
     ops: Ops
-    gate: Matrix  # [intermediate, hidden]
-    up: Matrix  # [intermediate, hidden]
+    gate: Linear  # [intermediate, hidden]
+    up: Linear  # [intermediate, hidden]
     down: Linear  # [hidden, intermediate]
 
     def __call__(self, x: Floats, residual: Floats) -> Floats:
-        inner = self.ops.gate_up_silu(x, self.gate, self.up)  # [tokens, intermediate]
+        inner = self.ops.gate_up_silu(
+            x, self.gate.weight, self.up.weight, self.gate.bias, self.up.bias
+        )  # [tokens, intermediate]
         return self.down.add_to(residual, inner)
 
     @property
-    def weight_bytes(self) -> int:
-        return self.gate.nbytes + self.up.nbytes + self.down.weight_bytes
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (self.gate.weight, self.up.weight, self.down.weight)

@@ -21,7 +21,3 @@ class Linear:
     def add_to(self, residual: Floats, x: Floats) -> Floats:
         """residual + self(x), fused: the way back into the residual stream."""
         return self.ops.linear_add(x, self.weight, self.bias, residual)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.weight.nbytes

@@ -6,8 +6,10 @@ sequences, sampling, whose pages it is given.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from toque.kernels.api import (
     QKV,
@@ -44,8 +46,8 @@ class Block:
         return self.ffn(self.ffn_norm(x), x)
 
     @property
-    def weight_bytes(self) -> int:
-        return self.attention.weight_bytes + self.ffn.weight_bytes
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.attention.matrices + self.ffn.matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,20 @@ class DenseDecoder:
         return self.head(self.norm(x[batch.output_rows]))
 
     @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Those that one step reads whole; of the embedding only rows are read, so its table
+        counts only where it is the head too."""
+        return (*chain.from_iterable(block.matrices for block in self.blocks), self.head.weight)
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of the matrices that one step reads whole; of the embedding only rows are read,
-        so its table counts only where it is the head too."""
-        return sum(block.weight_bytes for block in self.blocks) + self.head.weight_bytes
+        """What one step reads of its matrices, as they are packed."""
+        return sum(matrix.nbytes for matrix in self.matrices)
+
+    @property
+    def weight_count(self) -> int:
+        """The weights in those bytes: each takes one multiply-add per token."""
+        return sum(math.prod(matrix.shape) for matrix in self.matrices)
 
 
 def build_dense(spec: ModelSpec, weights: Weights, ops: Ops, max_model_len: int) -> DenseDecoder:
@@ -107,7 +119,7 @@ class _Parts:
             attention_norm=self.norm("attention_norm"),
             attention=Attention(self.ops, self.qkv(), self.linear("output"), rope),
             ffn_norm=self.norm("ffn_norm"),
-            ffn=FeedForward(self.ops, self.matrix("gate"), self.matrix("up"), self.linear("down")),
+            ffn=FeedForward(self.ops, self.linear("gate"), self.linear("up"), self.linear("down")),
         )
 
     def qkv(self) -> QKV:

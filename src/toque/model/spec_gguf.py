@@ -79,6 +79,7 @@ def spec_from_gguf(
         context=_context(keys),
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm=ARCHITECTURES[name],
         tied_embeddings="output.weight" not in tensors,
     )

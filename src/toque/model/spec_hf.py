@@ -53,7 +53,6 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "kv_lora_rank": (),
     "logit_scale": (1,),
     "logits_scaling": (1,),
-    "mlp_bias": (False,),
     "moe_intermediate_size": (0,),
     "n_routed_experts": (0,),
     "no_rope_layers": ([],),
@@ -111,6 +110,7 @@ def spec_from_config(source: str, config: Mapping[str, Any]) -> ModelSpec:
         context=_context(keys),
         qkv_bias=bool(family.qkv_bias) or attention_bias,
         output_bias=attention_bias,
+        mlp_bias=name == "llama" and keys.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         tied_embeddings=keys.flag("tie_word_embeddings"),
     )

@@ -56,6 +56,9 @@ LAYER = (
     Weight("gate", "mlp.gate_proj.weight", "ffn_gate.weight", ("inner", "hidden")),
     Weight("up", "mlp.up_proj.weight", "ffn_up.weight", ("inner", "hidden")),
     Weight("down", "mlp.down_proj.weight", "ffn_down.weight", ("hidden", "inner")),
+    Weight("gate_bias", "mlp.gate_proj.bias", "ffn_gate.bias", ("inner",), "mlp_bias"),
+    Weight("up_bias", "mlp.up_proj.bias", "ffn_up.bias", ("inner",), "mlp_bias"),
+    Weight("down_bias", "mlp.down_proj.bias", "ffn_down.bias", ("hidden",), "mlp_bias"),
 )
 
 # Tensors that repeat what the spec already says: rotary tables, read (or derived) by the spec.
@@ -139,6 +142,7 @@ def _called_for(spec: ModelSpec) -> Iterator[tuple[int | None, Weight]]:
         "untied": not spec.tied_embeddings,
         "qkv_bias": spec.qkv_bias,
         "output_bias": spec.output_bias,
+        "mlp_bias": spec.mlp_bias,
         "qk_norm": spec.qk_norm,
     }
     for weight in TOP:

@@ -10,12 +10,17 @@ from numpy.typing import NDArray
 from toque.kernels.api import Floats, Ints
 
 class Matrix:
-    """A weight matrix [out, in] as float32 panels. Immutable."""
+    """A weight matrix [out, in], packed as csrc/layout.h draws it. Immutable."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def packed(self) -> NDArray[np.uint8]:
+        """[nbytes], a read-only view that keeps the matrix alive; for `Backend.matrix_of`."""
 
 class Backend:
     """A thread pool and the kernels of one instruction set; results go into the last arguments."""
@@ -27,6 +32,10 @@ class Backend:
     def threads(self) -> int: ...
     def set_threads(self, threads: int) -> None: ...
     def pack(self, kind: str, data: NDArray[np.uint8], rows: int, columns: int) -> Matrix: ...
+    def matrix_of(self, kind: str, packed: NDArray[np.uint8], out: int, in_: int) -> Matrix:
+        """A matrix on the bytes of another's `packed`, not copied but kept alive. ValueError
+        unless they have the size of that kind and shape and lie on a multiple of 64."""
+
     def dequantize(self, kind: str, data: NDArray[np.uint8], result: Floats) -> None: ...
     def embed(self, table: Matrix, ids: Ints, result: Floats) -> None: ...
     def rms_norm(self, x: Floats, weight: Floats, eps: float, result: Floats) -> None: ...
@@ -51,7 +60,15 @@ class Backend:
         to_b: Floats,
         to_c: Floats,
     ) -> None: ...
-    def gate_up_silu(self, x: Floats, gate: Matrix, up: Matrix, result: Floats) -> None: ...
+    def gate_up_silu(
+        self,
+        x: Floats,
+        gate: Matrix,
+        up: Matrix,
+        gate_bias: Floats | None,
+        up_bias: Floats | None,
+        result: Floats,
+    ) -> None: ...
     def rope_write(
         self,
         query: Floats,

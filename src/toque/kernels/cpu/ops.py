@@ -20,9 +20,14 @@ from toque.kernels.cpu import _native
 from toque.kernels.ref.dequantize import check_packed
 from toque.types import StoredTensor
 
+ACTIVATIONS = "a14"  # bits of a rounded input
+
 
 class CpuOps:
-    """Matrices are float32 panels that the extension owns, made once when a model is loaded.
+    """Matrices stay packed: panels of the file's own integers and scales (csrc/layout.h), made
+    once when a model is loaded. Inputs of integer weights are rounded to 14 bits per group of 32;
+    `kernels/ref/quantized.py` is the same arithmetic, readable. Unquantized weights multiply in
+    float32.
 
     `threads` counts the calling thread. The environment variable TOQUE_ISA (avx2 or portable)
     overrides the choice of instruction set. Raises ConfigError where either cannot be had.
@@ -33,7 +38,8 @@ class CpuOps:
             self.backend = _native.Backend(threads)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.name = f"cpu/{self.backend.isa}"
+        # Part of an answer's fingerprint: another arithmetic is another name.
+        self.name = f"cpu/{self.backend.isa}/{ACTIVATIONS}"
 
     def set_threads(self, threads: int) -> None:
         """Use so many threads from the next op on. Raises ValueError below 1."""
@@ -76,9 +82,16 @@ class CpuOps:
         self.backend.linear(x, native(weight), bias, residual, out)
         return out
 
-    def gate_up_silu(self, x: Floats, gate: Matrix, up: Matrix) -> Floats:
+    def gate_up_silu(
+        self,
+        x: Floats,
+        gate: Matrix,
+        up: Matrix,
+        gate_bias: Floats | None = None,
+        up_bias: Floats | None = None,
+    ) -> Floats:
         out = result_of(x, gate)  # [rows, intermediate]
-        self.backend.gate_up_silu(x, native(gate), native(up), out)
+        self.backend.gate_up_silu(x, native(gate), native(up), gate_bias, up_bias, out)
         return out
 
     def qkv_rope_write(

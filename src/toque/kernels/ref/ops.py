@@ -48,8 +48,15 @@ class RefOps:
     ) -> Floats:
         return residual + self.linear(x, weight, bias)
 
-    def gate_up_silu(self, x: Floats, gate: Matrix, up: Matrix) -> Floats:
-        return silu(self.linear(x, gate)) * self.linear(x, up)
+    def gate_up_silu(
+        self,
+        x: Floats,
+        gate: Matrix,
+        up: Matrix,
+        gate_bias: Floats | None = None,
+        up_bias: Floats | None = None,
+    ) -> Floats:
+        return silu(self.linear(x, gate, gate_bias)) * self.linear(x, up, up_bias)
 
     def qkv_rope_write(
         self, x: Floats, qkv: QKV, rope: RopeTable, batch: ForwardBatch, kv: LayerKV
