@@ -122,7 +122,7 @@ def measure(
         return Measurement(
             engine=engine.name,
             result=result,
-            model_id=model,
+            model_id=Path(model).name,
             ready_s=server.ready_s - server.started_s,
             first_token_s=first_token_s,
             server_cpu_s=cpu_seconds(server.pid) - before_s,
@@ -158,7 +158,7 @@ def report(
         "engines": {
             engine.name: {
                 "model": engine.model.name,
-                "command": engine.recipe(0, comparison.workloads[0]).argv[1:],
+                "command": command(engine, comparison.workloads[0]),
             }
             for engine in engines
         },
@@ -169,6 +169,15 @@ def report(
         ],
         "machine": describe_machine(),
     }
+
+
+def command(engine: Engine, workload: Workload) -> str:
+    """How it was started, without this machine's folders."""
+    model = str(engine.model)
+    argv = engine.recipe(0, workload).argv
+    return shlex.join(
+        [Path(argv[0]).name, *(part.replace(model, engine.model.name) for part in argv[1:])]
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -81,8 +80,8 @@ class Server:
         self.address = Address("127.0.0.1", port, "/v1")
         self.started_s = 0.0  # time.perf_counter() just before the process began
         self.ready_s = 0.0
-        self._resources = ExitStack()
-        self._output = self._resources.enter_context(tempfile.TemporaryFile())
+        self._folder = tempfile.TemporaryDirectory(prefix="toque-bench-")
+        self._output = Path(self._folder.name) / "output"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -92,12 +91,10 @@ class Server:
 
     def __enter__(self) -> Self:
         self.started_s = time.perf_counter()
-        self._process = subprocess.Popen(
-            self.recipe.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                self.recipe.argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
         try:
             self._wait_until_ready(self._process)
         except BaseException:
@@ -129,8 +126,7 @@ class Server:
                 return
 
     def _tail(self) -> str:
-        self._output.seek(0)
-        return self._output.read().decode(errors="replace")[-2000:]
+        return self._output.read_text(errors="replace")[-2000:]
 
     def _stop(self) -> None:
         """SIGTERM to the one process that was started; it ends its own children."""
@@ -142,4 +138,4 @@ class Server:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._resources.close()
+        self._folder.cleanup()
