@@ -184,7 +184,8 @@ class _Stream(asyncio.Protocol):
         self._finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.ended.done():
+        # A body without a length ends with the connection: [DONE] says that it was whole.
+        if not self.ended.done() and not self._done:
             self._fail(f"the connection was closed{f': {exc}' if exc else ''}")
         self._finish()
 
