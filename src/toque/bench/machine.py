@@ -33,3 +33,18 @@ def arithmetic_peak(rounds: int = 5) -> float:
         x @ x
         best_s = min(best_s, time.perf_counter() - t0)
     return float(2 * PEAK_SIZE**3 / best_s / 1e9)
+
+
+def read_bandwidth(threads: int, rounds: int = 5) -> float:
+    """GB/s of reading alone (a dot product of an array with itself), best of `rounds`.
+
+    Weights are read and never written: this is the ceiling of a step with one row.
+    """
+    sources = [np.ones(COPY_BYTES // 4, dtype=np.float32) for _ in range(threads)]
+    best_s = np.inf
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(rounds):
+            t0 = time.perf_counter()
+            list(pool.map(lambda source: source.dot(source), sources))
+            best_s = min(best_s, time.perf_counter() - t0)
+    return COPY_BYTES * threads / best_s / 1e9

@@ -1,0 +1,34 @@
+"""What every JSON line says of the machine and the software that it was measured on."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toque import __version__
+from toque.kernels import physical_cores, usable_cpus
+
+
+def describe_machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu_model(),
+        "cpus": len(usable_cpus()),
+        "cores": physical_cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "toque": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def cpu_model() -> str:
+    """The name that Linux gives; the architecture where it gives none (ARM)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
