@@ -19,7 +19,7 @@ from toque.files.checkpoint import open_checkpoint
 
 CLEAR_GAP = 0.02  # between the reference's two best logits, in float32
 CLEAR_SHARE = 0.9  # of the positions that must be clear for the comparison to mean something
-LOGPROB_ERROR = 2e-3
+LOGPROB_ERROR = 1e-2  # inputs of the integer kernels have 14 bits; float32 ones come within 1e-4
 
 PROMPTS = [
     "The capital of France is",
