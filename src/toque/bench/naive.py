@@ -33,6 +33,7 @@ from toque.worker.state import DeviceState
 from toque.worker.worker import Worker
 
 BATCHES = (1, 4, 16, 32)
+PEER_NEEDS = ("torch", "transformers", "gguf", "accelerate")
 CONTEXT_TOKENS = 64  # of each sequence in the table of batches
 
 
@@ -162,7 +163,9 @@ def transformers_loop(
     model: str, prompts: Sequence[Sequence[int]], num_output: int
 ) -> Callable[[], Served] | None:
     """transformers' generate on the same file; None where torch or transformers is not here."""
-    if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "gguf")):
+    missing = [name for name in PEER_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"transformers is left out: {', '.join(missing)} not installed", file=sys.stderr)
         return None
     import torch
     from transformers import AutoModelForCausalLM
