@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -50,6 +51,8 @@ class Engine:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 1 if any request failed."""
     options = parser().parse_args(arguments)
+    # SIGTERM (of `timeout`, say) must run the `with` blocks that end the servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     engines = the_engines(options)
     vocab_size = vocabulary(engines[0].model)
     names = options.workload or list(WORKLOADS)

@@ -6,18 +6,22 @@ Does not know: what is measured.
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from bench.client import Address, get_json
+from bench.processes import tree
 from bench.workloads import Workload
 
 START_S = 300.0  # the longest time that a server may take to be ready
@@ -129,13 +133,16 @@ class Server:
         return self._output.read_text(errors="replace")[-2000:]
 
     def _stop(self) -> None:
-        """SIGTERM to the one process that was started; it ends its own children."""
+        """SIGTERM to the process that was started, which ends its own children; SIGKILL to all
+        of them if it does not."""
         process = self._process
         if process is not None and process.poll() is None:
             process.terminate()
             try:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                for pid in tree(process.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 process.wait()
         self._folder.cleanup()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,36 @@ def test_a_server_is_up_inside_and_gone_outside() -> None:
         alone = memory(pids[1]).rss_mb
         assert used.rss_mb > alone
     assert not Path(f"/proc/{pids[0]}").exists()
+
+
+DEAF = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+""" + SERVER.replace("signal.signal(", "(lambda *_: None)(")
+
+
+def test_a_server_that_does_not_end_is_killed_with_its_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bench.servers.STOP_S", 0.1)
+    port = free_port()
+    recipe = Recipe("deaf", (sys.executable, "-c", DEAF, str(port)), "/ready")
+    with Server(recipe, port) as server:
+        pids = tree(server.pid)
+    assert len(pids) == 2
+    end_s = time.monotonic() + 20  # a signal takes a moment
+    while any(map(alive, pids)) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    """Whoever adopts an orphan may not have waited for it yet: a zombie is not alive."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_a_server_that_ends_at_start_is_told_with_its_words() -> None:
