@@ -17,14 +17,20 @@
 namespace toque {
 namespace TOQUE_ISA {
 
-// Up to so many rows, unpacking in registers is cheaper than writing the weights down.
-constexpr long FEW_ROWS = 4;
-
+// Rows of a tile. An unrolled loop over pairs has constant places in the payload.
 #if defined(TOQUE_HAS_AVX2)
-constexpr int INTEGER_ROWS = 6;  // 12 sums + 2 weights + 1 input of 16 registers
+constexpr int INTEGER_ROWS = 4;  // 8 sums + 2 weights + 1 input of 16 registers; 6 rows are slower
+#define TOQUE_UNROLL_PAIRS _Pragma("GCC unroll 16")
 #else
 constexpr int INTEGER_ROWS = 2;
+#define TOQUE_UNROLL_PAIRS
 #endif
+
+// Up to so many rows, unpacking in registers again for each tile is cheaper than writing the
+// weights down. Bytes with no small scales only have to be widened, which loading does.
+constexpr long few_rows(Kind kind) {
+  return has_nibbles(kind) || scales_bytes(kind) > 0 ? 3 * INTEGER_ROWS : 1L << 60;
+}
 
 // A panel's weights where they lie.
 template <Kind KIND>
@@ -34,11 +40,13 @@ struct InPlace {
   using Reader = Group<KIND>;
 
   const uint8_t* panel;
+  long first_group;
 
-  Reader group(long g) const { return Reader(panel, g); }
+  Reader group(long g) const { return Reader(panel, first_group + g); }
 };
 
-// Groups that are unpacked together: 9 KB, which leave the L1 cache room for the activations.
+// Groups that all rows pass before the next ones: 9 KB once unpacked, which leave the L1 cache room
+// for the activations.
 constexpr long PART_GROUPS = 8;
 
 struct Unpacked {
@@ -73,7 +81,7 @@ inline void unpack(const uint8_t* panel, long first_group, long groups, Unpacked
     for (int side = 0; side < 2; ++side) {
       store(to.scales[i] + LANES * side, group.scale(side));
       store(to.offsets[i] + LANES * side, group.offset(side));
-#pragma GCC unroll 16
+      TOQUE_UNROLL_PAIRS
       for (long p = 0; p < PAIRS; ++p) {
         const i16x16 q = group.pair(p, side) - (int16_t)zero_point(KIND);
         memcpy(to.weights[i][p] + PANEL * side, &q, sizeof q);
@@ -93,7 +101,7 @@ inline void add_groups(const Weights& weights, const Activations& x, long groups
       n[r][0] = n[r][1] = splat_integer(zero);
     }
     const int16_t* q = x.q + g * GROUP;
-#pragma GCC unroll 16
+      TOQUE_UNROLL_PAIRS
     for (long p = 0; p < PAIRS; ++p) {
       i16x16 left = group.pair(p, 0), right = group.pair(p, 1);
       pin(left);
@@ -153,14 +161,15 @@ inline Activations from_group(Activations x, long g) {
 template <Kind KIND>
 inline void add_integer_product(const Activations& x, long rows, const uint8_t* panel,
                                 float* sums) {
-  if (rows <= FEW_ROWS) {
-    return add_groups_of<FEW_ROWS>(InPlace<KIND>{panel}, x, rows, x.groups(), sums);
-  }
   Unpacked part;
   for (long g = 0; g < x.groups(); g += PART_GROUPS) {
     const long groups = x.groups() - g < PART_GROUPS ? x.groups() - g : PART_GROUPS;
-    unpack<KIND>(panel, g, groups, part);
-    add_rows(InCache<has_offset(KIND)>{part}, from_group(x, g), rows, groups, sums);
+    if (rows <= few_rows(KIND)) {
+      add_rows(InPlace<KIND>{panel, g}, from_group(x, g), rows, groups, sums);
+    } else {
+      unpack<KIND>(panel, g, groups, part);
+      add_rows(InCache<has_offset(KIND)>{part}, from_group(x, g), rows, groups, sums);
+    }
   }
 }
 

@@ -14,7 +14,7 @@ namespace TOQUE_ISA {
 // less than one chain over all inputs.
 constexpr long DEPTH = 256;
 // Rows whose sums are kept at once, and that are passed while the panel is in the L2 cache.
-constexpr long ROW_BLOCK = 128;
+constexpr long ROW_BLOCK = 64;
 
 struct Sums {
   alignas(64) float at[ROW_BLOCK][PANEL];

@@ -170,9 +170,14 @@ TOQUE_INLINE f32x8 load(const half* from) {
 
 // Eight bfloat16, which are the upper halves of floats.
 TOQUE_INLINE f32x8 load_bfloats(const void* from) {
+#ifdef TOQUE_HAS_AVX2
+  const i32x8 wide = (i32x8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
   u16x8 x;
   memcpy(&x, from, sizeof x);
-  return (f32x8)(__builtin_convertvector(x, i32x8) << 16);
+  const i32x8 wide = __builtin_convertvector(x, i32x8);
+#endif
+  return (f32x8)(wide << 16);
 }
 
 TOQUE_INLINE void store(half* to, f32x8 x) {
@@ -246,16 +251,24 @@ TOQUE_INLINE f32x8 to_floats(i32x8 x) { return __builtin_convertvector(x, f32x8)
 
 // Eight bytes as numbers.
 TOQUE_INLINE f32x8 bytes_to_floats(const uint8_t* from) {
+#ifdef TOQUE_HAS_AVX2
+  return (f32x8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadu_si64(from)));
+#else
   u8x8 x;
   memcpy(&x, from, sizeof x);
   return __builtin_convertvector(__builtin_convertvector(x, i32x8), f32x8);
+#endif
 }
 
 // Eight int8, each twice in neighbouring elements: what the operands of pairs are multiplied with.
 TOQUE_INLINE i16x16 widen_twice(const uint8_t* from) {
+#ifdef TOQUE_HAS_AVX2
+  const i32x8 wide = (i32x8)_mm256_cvtepi8_epi32(_mm_loadu_si64(from));
+#else
   i8x8 x;
   memcpy(&x, from, sizeof x);
   const i32x8 wide = __builtin_convertvector(x, i32x8);
+#endif
   return (i16x16)((wide & 0xffff) | wide << 16);
 }
 

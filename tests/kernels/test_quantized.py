@@ -1,7 +1,10 @@
 """Products with packed integer weights: against the same arithmetic in numpy, and against float32.
 
 The scale of an output is sqrt(sum of (x * w)^2), what a sum of such terms with random signs comes
-to: a few roundings of float32 (2^-24) stay below 1e-6 of it, and one wrong term is of its order.
+to. Where the instruction set has no fused multiply-add, each group of 32 inputs rounds twice more
+than numpy's twin, by 2^-24 of the sum so far at most; that adds up like a random walk: up to 1000
+inputs it stays below 1e-6 of the scale, from there on it grows with the root of their number. One
+wrong term is of the order of the scale itself.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ def spread(x: Floats, weight: StoredTensor) -> Floats:
     return np.sqrt(np.square(x.astype(np.float64)) @ np.square(w).T) + 1e-30
 
 
-def assert_equal_arithmetic(ours: Floats, twin: Floats, scale: Floats) -> None:
+def assert_equal_arithmetic(ours: Floats, twin: Floats, scale: Floats, inputs: int) -> None:
     assert ours.shape == twin.shape and ours.dtype == np.float32
-    assert float((np.abs(ours - twin) / scale).max()) < 1e-6
+    assert float((np.abs(ours - twin) / scale).max()) < 1e-6 * max(1.0, inputs / 1000) ** 0.5
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -65,7 +68,7 @@ def test_linear(
         ours = CPU.linear_add(x, matrix, bias, residual)
     else:
         ours = CPU.linear(x, matrix, bias)
-    assert_equal_arithmetic(ours, expected, scale)
+    assert_equal_arithmetic(ours, expected, scale, weight.shape[1])
 
 
 @pytest.mark.parametrize(("kind", "rows"), list(product(QUANTIZED, (1, 3, 7, 200))))
@@ -75,7 +78,7 @@ def test_long_rows(kind: str, rows: int) -> None:
     weight = drawn(rng, kind, 33, 4864 // KINDS[kind].values)
     x = normal(rng, rows, weight.shape[1])
     twin = quantized.linear(x, quantized.lines(weight))
-    assert_equal_arithmetic(CPU.linear(x, CPU.matrix(weight)), twin, spread(x, weight))
+    assert_equal_arithmetic(CPU.linear(x, CPU.matrix(weight)), twin, spread(x, weight), 4864)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -139,7 +142,7 @@ def test_qkv_of_several_kinds(kinds: tuple[str, str, str]) -> None:
     got = (query, kv.keys[page, :, offset], kv.values[page, :, offset])
     for ours, weight in zip(got, weights, strict=True):
         scale = 10 * spread(x, weight)
-        assert_equal_arithmetic(ours.reshape(4, -1), product_of(x, weight), scale)
+        assert_equal_arithmetic(ours.reshape(4, -1), product_of(x, weight), scale, 256)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
@@ -205,7 +208,7 @@ def test_inputs_of_any_magnitude(kind: str) -> None:
     ours = CPU.linear(x, CPU.matrix(weight))
     assert not ours[:2].any()
     twin = quantized.linear(x, quantized.lines(weight))
-    assert_equal_arithmetic(ours[2:], twin[2:], spread(x, weight)[2:])
+    assert_equal_arithmetic(ours[2:], twin[2:], spread(x, weight)[2:], 128)
 
 
 def test_halfway_inputs_go_to_the_even_integer() -> None:
