@@ -51,6 +51,11 @@ class EngineOptions:
         "auto", "auto (cpu), cpu (compiled) or ref (plain numpy)", choices=("auto", "cpu", "ref")
     )
     threads: int | None = option(None, "threads of the kernels (the physical cores)")
+    scheduling_policy: str = option(
+        "fcfs",
+        "fcfs, or priority: requests with a lower `priority` first",
+        choices=("fcfs", "priority"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +104,7 @@ class EngineConfig:
     kv_bytes_per_token: int
     block_size: int
     total_pages: int
+    scheduling_policy: str = "fcfs"
 
     @property
     def kv_cache_memory_bytes(self) -> int:
@@ -136,6 +142,7 @@ def resolve(
         kv_bytes_per_token=kv_bytes_per_token,
         block_size=options.block_size,
         total_pages=total_pages,
+        scheduling_policy=options.scheduling_policy,
     )
 
 
