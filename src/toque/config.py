@@ -73,6 +73,11 @@ class ServeOptions:
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
     slow_reader_timeout: float = option(30.0, "seconds a client may leave its stream unread")
     max_body_bytes: int = option(16 << 20, "largest request body, e.g. 16MiB", size=True)
+    max_json_depth: int = option(64, "deepest nesting of a request body")
+    max_sequences: int = option(1024, "most prompts x n of one request")
+    max_stop_strings: int = option(16, "most stop strings of one request")
+    max_logit_bias: int = option(1024, "most logit_bias entries of one request")
+    allow_unknown_fields: bool = option(False, "ignore request fields that nobody knows")
     single_process: bool = option(False, "run the engine in the server's own process")
 
 

@@ -256,3 +256,24 @@ def test_a_template_that_does_not_compile_is_the_model_s_fault() -> None:
 def test_dates_are_today_s() -> None:
     year = render("{{ strftime_now('%Y') }}", [])
     assert abs(int(year) - datetime.now().year) <= 1
+
+
+# ------------------------------------------------------------------------ continue and time
+
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>\n{% endfor %}"
+
+
+def test_the_final_message_is_left_open() -> None:
+    messages = [{"role": "user", "content": "same"}, {"role": "assistant", "content": " same \n"}]
+    text = render(CHATML, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<user>same</>\n<assistant>same"
+
+
+@pytest.mark.parametrize("content", ["", "  ", None, "hidden"])
+def test_what_cannot_be_continued_is_refused(content: str | None) -> None:
+    template = "{% for m in messages if m.content != 'hidden' %}{{ m.content }};{% endfor %}"
+    error = refusal(
+        template, [{"role": "assistant", "content": content}], continue_final_message=True
+    )
+    assert error.param == "continue_final_message"

@@ -64,6 +64,7 @@ class ChatTemplate:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
@@ -71,7 +72,8 @@ class ChatTemplate:
 
         Content that is a list of text parts is joined by newlines; tool call arguments, which
         OpenAI sends as a JSON string, reach the template as objects; fields that are null are
-        left out. Raises RequestError for other parts and for whatever the template objects to.
+        left out. With `continue_final_message` the prompt ends with the last message's content.
+        Raises RequestError for other parts and for whatever the template objects to.
         """
         _refuse_reserved(kwargs)
         template = self._choose(tools)
@@ -79,11 +81,12 @@ class ChatTemplate:
         context["messages"] = [_plain_message(i, m) for i, m in enumerate(messages)]
         context |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._bounded(template, context)
+            text = self._bounded(template, context)
         except _TEMPLATE_FAILURES as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error
+        return _without_end(text, context["messages"]) if continue_final_message else text
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         if tools and "tool_use" in self._templates:
@@ -104,6 +107,21 @@ class ChatTemplate:
                 )
             pieces.append(piece)
         return "".join(pieces)
+
+
+def _without_end(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt up to the end of the last message's content, which templates may have trimmed."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str) and content.strip():
+        for form in (content, content.rstrip(), content.strip()):
+            place = text.rfind(form)
+            if place >= 0:
+                return text[: place + len(form)]
+    raise RequestError(
+        "'continue_final_message' needs a last message with text that the model's chat template "
+        "shows as it is",
+        "continue_final_message",
+    )
 
 
 def _refuse_reserved(kwargs: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from toque.types import (
     FromEngine,
     Heartbeat,
     Hello,
+    Refused,
     Request,
     Shutdown,
     StepReport,
@@ -240,7 +241,7 @@ class EngineClient:
                 continue
             if isinstance(event, Tokens):
                 self._timed(entry, len(event.ids), now_s, gaps_s)
-            else:
+            elif isinstance(event, Finished | Refused):
                 del self._open[event.id]
             if isinstance(event, Finished):
                 self._metrics.finished(event)
