@@ -72,6 +72,13 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = option((), "web origins that may call this server")
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
     slow_reader_timeout: float = option(30.0, "seconds a client may leave its stream unread")
+    read_timeout: float = option(60.0, "seconds a request may take to arrive, body included")
+    api_key: tuple[str, ...] = option(
+        (), "key(s) that clients must send, KEY or KEY:scope,… (also TOQUE_API_KEY)"
+    )
+    api_key_file: str | None = option(None, "file with one API key a line")
+    ssl_certfile: str | None = option(None, "serve HTTPS with this certificate (chain), PEM")
+    ssl_keyfile: str | None = option(None, "the certificate's private key, PEM")
     max_body_bytes: int = option(16 << 20, "largest request body, e.g. 16MiB", size=True)
     max_json_depth: int = option(64, "deepest nesting of a request body")
     max_sequences: int = option(1024, "most prompts x n of one request")

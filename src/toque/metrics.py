@@ -73,6 +73,13 @@ TABLE = (
     Row("counter", "requests_refused", "Generation calls refused, by HTTP status.", ("status",)),
     Row("counter", "http_requests", "HTTP exchanges.", ("route", "method", "status")),
     Row("counter", "slow_readers", "Connections cut because the client did not read."),
+    Row("counter", "slow_senders", "Connections cut because a request took too long to arrive."),
+    Row(
+        "histogram",
+        "event_loop_delay_seconds",
+        "How late the server's event loop wakes up.",
+        buckets=STEP_S,
+    ),
     Row(
         "histogram",
         "time_to_first_token_seconds",
@@ -279,6 +286,12 @@ class Metrics:
 
     def refused(self, status: int) -> None:
         self._counters["requests_refused"].labels(str(status)).inc()
+
+    def slow_senders(self, connections: int) -> None:
+        self._counters["slow_senders"].inc(connections)
+
+    def loop_delay(self, late_s: float) -> None:
+        self._histograms["event_loop_delay_seconds"].observe(late_s)
 
     def slow_readers(self, connections: int) -> None:
         self._counters["slow_readers"].inc(connections)

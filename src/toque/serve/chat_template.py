@@ -5,7 +5,7 @@ Does not know: token ids.
 
 The dialect is that of Hugging Face's `apply_chat_template`
 (https://huggingface.co/docs/transformers/chat_templating_writing). A template comes with the model
-and is not trusted: it runs in Jinja's immutable sandbox and its output is bounded.
+and is not trusted: it runs in a sandbox, and its time and its output are bounded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from toque.errors import ModelError, RequestError
+from toque.serve.sandbox import TimedSandbox
 
 MAX_RENDERED_CHARS = 32 << 20  # twice the largest request body that is taken by default
+MAX_RENDER_S = 10.0
 # Set by the server; `chat_template_kwargs` of a request may not.
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
@@ -48,13 +49,15 @@ class ChatTemplate:
         templates: Mapping[str, str],
         tokens: Mapping[str, str],
         max_chars: int = MAX_RENDERED_CHARS,
+        max_s: float = MAX_RENDER_S,
     ) -> None:
         """`templates` by name, `tokens` by variable (bos_token, …).
 
         Raises ModelError for a template that does not compile.
         """
-        environment = _environment()
-        self._templates = {n: _compile(environment, n, s) for n, s in templates.items()}
+        self._sandbox = _environment()
+        self._max_s = max_s
+        self._templates = {n: _compile(self._sandbox, n, s) for n, s in templates.items()}
         self._tokens = dict(tokens)
         self._max_chars = max_chars
 
@@ -81,7 +84,8 @@ class ChatTemplate:
         context["messages"] = [_plain_message(i, m) for i, m in enumerate(messages)]
         context |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._bounded(template, context)
+            with self._sandbox.limited(self._max_s):
+                text = self._bounded(template, context)
         except _TEMPLATE_FAILURES as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
@@ -192,8 +196,8 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> TimedSandbox:
+    environment = TimedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json

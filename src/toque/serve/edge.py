@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toque.metrics import Metrics
 
+MODEL_ROUTE = "/v1/models/{name}"
 NO_ANSWER = 499  # the client went away first; nginx's number for it
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 
@@ -42,6 +43,11 @@ class Edge:
             self._count(scope, status)
 
     def _count(self, scope: Scope, status: int) -> None:
-        route = scope["path"] if scope["path"] in self._routes else "other"
+        route = self._route(scope["path"])
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.http(route, method, status)
+
+    def _route(self, path: str) -> str:
+        if path in self._routes:
+            return path
+        return MODEL_ROUTE if path.startswith("/v1/models/") else "other"

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from toque.config import ServeOptions
@@ -122,6 +123,14 @@ def openai_routes(service: Service) -> APIRouter:
         names = service.model_names(hello)
         cards = [_model_card(name, hello, service.started_unix_s) for name in names]
         return JSONResponse({"object": "list", "data": cards})
+
+    @router.get("/models/{name:path}", summary="One served name of the model")
+    async def model(name: str) -> Response:
+        if not name:
+            raise HTTPException(404, "Not Found")
+        hello, _ = service.require_ready()
+        served = service.model_name(hello, name)
+        return JSONResponse(_model_card(served, hello, service.started_unix_s))
 
     async def _ready_json(request: Request) -> dict[str, Any]:
         data = await read_json(request, options)
