@@ -22,6 +22,7 @@ from toque.config import (
 from toque.engine import EngineCore
 from toque.files.checkpoint import Checkpoint, open_checkpoint
 from toque.files.end_tokens import end_token_ids
+from toque.files.known_tokens import known_tokens
 from toque.ipc import EnginePort
 from toque.kernels import select
 from toque.kernels.api import Ops
@@ -135,7 +136,8 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv)
     rate = config.max_num_batched_tokens / 0.5
     scheduler = Scheduler(limits, cache, POLICIES[config.scheduling_policy]())
-    core = EngineCore(scheduler, Worker(loaded.model, state), port, StepCost(rate))
+    worker = Worker(loaded.model, state, known_tokens(loaded.checkpoint, spec.vocab_size))
+    core = EngineCore(scheduler, worker, port, StepCost(rate))
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
     return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)
 

@@ -197,6 +197,22 @@ def test_bans_salt_and_priority_reach_the_engine() -> None:
         assert (request.cache_salt, request.priority) == ("tenant-1", -4)
 
 
+@pytest.mark.parametrize(
+    "bans",
+    [
+        {"allowed_token_ids": [97], "bad_words": ["a"]},
+        {"allowed_token_ids": [END], "min_tokens": 1},
+        {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1},
+    ],
+)
+def test_bans_that_leave_nothing_are_refused(server: ServerThread, bans: Any) -> None:
+    answer = server.http.post(TEXT, json={"prompt": "x", **bans})
+    assert answer.status_code == 400 and error_of(answer)["param"] == "allowed_token_ids"
+    for name in bans:
+        rest = {k: v for k, v in bans.items() if k != name}
+        server.complete(**rest)
+
+
 def test_special_tokens_are_added_unless_told_otherwise(server: ServerThread) -> None:
     for value, prompt in ((True, (257, 120)), (False, (120,)), (None, (257, 120))):
         server.complete(add_special_tokens=value)

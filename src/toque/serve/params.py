@@ -5,6 +5,7 @@ Owns: nothing. Knows: limits, the vocabulary's size. Does not know: prompts, the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from toque.config import ServeOptions
@@ -88,6 +89,18 @@ def _allowed_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
         raise RequestError(f"'{name}' has more ids than the {vocab_size} of the vocabulary", name)
     check_ids(ids, vocab_size, name)
     return tuple(dict.fromkeys(ids))
+
+
+def check_choice_left(params: SamplingParams, end_ids: Iterable[int]) -> None:
+    """Raises RequestError where the bans leave nothing of what is allowed."""
+    banned = {word[0] for word in params.bad_words if len(word) == 1}
+    if params.min_tokens:
+        banned |= {*end_ids, *params.stop_token_ids}
+    if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+        raise RequestError(
+            "'allowed_token_ids' leaves no token that 'bad_words' and 'min_tokens' allow",
+            "allowed_token_ids",
+        )
 
 
 def bad_words(words: list[str], tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:

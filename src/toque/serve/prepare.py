@@ -15,7 +15,7 @@ from msgspec import structs
 
 from toque.errors import RequestError
 from toque.serve.failures import short
-from toque.serve.params import bad_words, sampling_params
+from toque.serve.params import bad_words, check_choice_left, sampling_params
 from toque.serve.prompts import Prompt, chat_prompt, completion_prompts
 from toque.serve.schema import ChatBody, CompletionBody, Sampling, StreamOptions
 from toque.serve.service import Service
@@ -155,6 +155,7 @@ def _job(
         bad_words=bad_words(body.bad_words or [], tokenizer),
     )
     ends = () if shared.ignore_eos else hello.end_token_ids
+    check_choice_left(shared, ends)
     requests = _requests(body, prompts, shared, hello.max_model_len, arrived_s)
     least = min(r.sampling.max_tokens or 0 for r in requests)
     return Job(

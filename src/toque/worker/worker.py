@@ -39,9 +39,11 @@ class Model(Protocol):
 class Worker:
     """An engine.Executor on this machine."""
 
-    def __init__(self, model: Model, state: DeviceState) -> None:
+    def __init__(self, model: Model, state: DeviceState, known_tokens: int | None = None) -> None:
+        """Logits from `known_tokens` on are padding: no token stands for them."""
         self._model = model
         self._state = state
+        self._padding = slice(0) if known_tokens is None else slice(known_tokens, None)
 
     def run(self, plan: StepPlan) -> StepResult:
         self._state.apply(plan)
@@ -65,6 +67,7 @@ class Worker:
             return [sampled for chunk in chunks for sampled in self._compute([chunk])]
         if scoring:
             return self._score_and_sample(chunks, rows)
+        self._forget_padding(rows)
         outputs = [chunk for chunk in chunks if chunk.sample]
         return [self._sample(chunk, row) for chunk, row in zip(outputs, rows, strict=True)]
 
@@ -81,12 +84,17 @@ class Worker:
             if isinstance(scores, Sampled):
                 out.append(scores)  # it failed
             elif chunk.sample:
-                sampled = self._sample(chunk, self._model.logits(hidden[end : end + 1])[0])
+                logits = self._model.logits(hidden[end : end + 1])  # [1, vocab]
+                self._forget_padding(logits)
+                sampled = self._sample(chunk, logits[0])
                 out.append(structs.replace(sampled, scores=scores))
             elif scores:
                 out.append(Sampled(row=chunk.row, scores=scores))
             begin = end + chunk.sample
         return out
+
+    def _forget_padding(self, logits: Floats) -> None:  # [rows, vocab]
+        logits[:, self._padding] = -np.inf
 
     def _score(self, chunk: Chunk, hidden: Floats) -> tuple[Logprob, ...] | Sampled:
         """Logprobs of the chunk's targets, or its failure. `hidden`: [targets, hidden]."""
@@ -97,6 +105,7 @@ class Worker:
         # In blocks: the logits of a whole chunk would be [tokens, vocab], gigabytes.
         for first in range(0, len(chunk.targets), SCORE_ROWS):
             logits = self._model.logits(hidden[first : first + SCORE_ROWS])  # [block, vocab]
+            self._forget_padding(logits)
             if not np.isfinite(logits.max(axis=1)).all():
                 return Sampled(
                     row=chunk.row, error="the model produced logits that are not numbers"
