@@ -23,13 +23,13 @@ from toque import __version__
 from toque.config import ServeOptions
 from toque.errors import CapacityError, EngineError, RequestError
 from toque.serve import fields
-from toque.serve.edge import Edge
+from toque.serve.edge import GENERATION_PATHS, Edge
 from toque.serve.failures import FailedCall, describe
 from toque.serve.frontend import ClientGone
 from toque.serve.guard import Guard
 from toque.serve.health import operator_routes
 from toque.serve.keys import Key, KeyCheck, keys_in_file, parse_keys
-from toque.serve.openai import GENERATION_ROUTES, openai_routes, token_routes
+from toque.serve.openai import openai_routes, token_routes
 from toque.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from toque.serve.service import Service
 
@@ -86,7 +86,7 @@ def _keys(options: ServeOptions) -> tuple[Key, ...]:
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         failure = describe(error)
-        if request.url.path in GENERATION_ROUTES:
+        if request.url.path in GENERATION_PATHS:
             service.metrics.refused(failure.status)
         return Response(failure.body(), failure.status, headers=dict(failure.header_list()))
 

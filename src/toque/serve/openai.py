@@ -32,8 +32,6 @@ from toque.serve.service import Service, TextTokenizer, check_ids
 from toque.serve.sse import GenerationResponse
 from toque.types import Hello
 
-GENERATION_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
-
 
 async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
     """The body as an object, whatever its Content-Type says (`curl -d` sends a form's).

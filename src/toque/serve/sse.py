@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from toque.errors import EngineError
 from toque.serve.answers import Writer
 from toque.serve.choice import Choice, choices_of
+from toque.serve.edge import OUTCOME
 from toque.serve.failures import FailedCall, Failure, describe
 from toque.serve.frontend import Call, ClientGone
 from toque.serve.prepare import Job
@@ -63,10 +64,11 @@ class GenerationResponse(Response):
             async with _watching(receive, call):
                 try:
                     if self._job.stream:
-                        await self._stream(call, send)
+                        await self._stream(call, send, scope[OUTCOME])
                     else:
                         await self._whole(call, send)
                 except ClientGone:
+                    scope[OUTCOME]["outcome"] = "cancelled"
                     return  # leaving the block aborts what is unfinished
 
     async def _whole(self, call: Call, send: Send) -> None:
@@ -81,7 +83,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _stream(self, call: Call, send: Send) -> None:
+    async def _stream(self, call: Call, send: Send, told: dict[str, str]) -> None:
         touched = await self._feed(call)  # may raise: then the answer is a status code
         while not self._can_open():
             touched |= await self._feed(call)
@@ -95,13 +97,14 @@ class GenerationResponse(Response):
         except ClientGone:
             raise
         except (FailedCall, EngineError) as error:
-            last = self._failed(describe(error))
+            last = self._failed(describe(error), told)
         except Exception as error:
             log.exception("a stream failed")
-            last = self._failed(describe(error))
+            last = self._failed(describe(error), told)
         await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
-    def _failed(self, failure: Failure) -> bytes:
+    def _failed(self, failure: Failure, told: dict[str, str]) -> bytes:
+        told["outcome"] = "failed"
         self._service.metrics.refused(failure.status)
         return b"data: " + failure.body() + b"\n\n"
 
