@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toque.errors import RequestError
+from toque.serve.chat_template import RESERVED_VARIABLES
 from toque.serve.failures import FailedCall, Failure
 from toque.serve.messages import plain_messages
 from toque.serve.schema import MAX_PROMPTS, ChatBody, CompletionBody, TokenizeBody
@@ -65,10 +66,9 @@ async def chat_tokens(
     """The tokens of a conversation. Raises RequestError."""
     plain = plain_messages(messages, service.options.allow_unknown_fields)
     kwargs = dict(body.chat_template_kwargs or {})
-    for name in ("add_generation_prompt", "continue_final_message"):
-        if name in kwargs:
-            path = f"chat_template_kwargs.{name}"
-            raise RequestError(f"'{path}' is a field of its own; use that", path)
+    for name in sorted({*RESERVED_VARIABLES, "continue_final_message"} & kwargs.keys()):
+        path = f"chat_template_kwargs.{name}"
+        raise RequestError(f"'{path}' is not the template's own to set", path)
     carry_on = bool(body.continue_final_message)
     if carry_on and body.add_generation_prompt:
         raise RequestError(
