@@ -22,6 +22,7 @@ from toque.config import (
 from toque.engine import EngineCore
 from toque.files.checkpoint import Checkpoint, open_checkpoint
 from toque.files.end_tokens import end_token_ids
+from toque.files.known_tokens import known_tokens
 from toque.ipc import EnginePort
 from toque.kernels import select
 from toque.kernels.api import Ops
@@ -29,8 +30,9 @@ from toque.memory.manager import CacheManager
 from toque.model.dense import DenseDecoder
 from toque.model.registry import load_model, model_spec
 from toque.scheduler.cost import StepCost
-from toque.scheduler.policy import Fcfs
-from toque.scheduler.scheduler import Limits, Scheduler
+from toque.scheduler.policy import POLICIES
+from toque.scheduler.scheduler import Scheduler
+from toque.scheduler.step import Limits
 from toque.types import Hello
 from toque.worker.state import DeviceState
 from toque.worker.worker import Worker, measure_prefill
@@ -133,9 +135,9 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
     cache = CacheManager(config.total_pages, config.block_size, config.enable_prefix_caching)
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv)
     rate = config.max_num_batched_tokens / 0.5
-    core = EngineCore(
-        Scheduler(limits, cache, Fcfs()), Worker(loaded.model, state), port, StepCost(rate)
-    )
+    scheduler = Scheduler(limits, cache, POLICIES[config.scheduling_policy]())
+    worker = Worker(loaded.model, state, known_tokens(loaded.checkpoint, spec.vocab_size))
+    core = EngineCore(scheduler, worker, port, StepCost(rate))
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
     return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)
 
@@ -154,6 +156,7 @@ def _hello(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_cache_dtype=config.kv_cache_dtype,
+        scheduling_policy=config.scheduling_policy,
         fingerprint=f"toque-{__version__}-{identity}-{loaded.ops.name}-{config.kv_cache_dtype}",
     )
 

@@ -114,7 +114,8 @@ def _add_flags(command: argparse.ArgumentParser, options: type[Any]) -> None:
         flag, help_text = "--" + field.name.replace("_", "-"), field.metadata["help"]
         if isinstance(field.default, (int, float, str)) and not isinstance(field.default, bool):
             help_text += f" [{field.default}]"
-        group.add_argument(flag, default=field.default, help=help_text, **_kind(field))
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        group.add_argument(flag, default=default, help=help_text, **_kind(field))
 
 
 def _kind(field: dataclasses.Field[Any]) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def _kind(field: dataclasses.Field[Any]) -> dict[str, Any]:
     if name == "bool":
         return {"action": argparse.BooleanOptionalAction}
     if name.startswith("tuple"):
-        return {"nargs": "+", "metavar": "NAME"}
+        return {"action": "extend", "nargs": "+", "metavar": "NAME"}  # may be repeated
     kinds: dict[str, type] = {"int": int, "float": float, "str": str}
     return {"type": kinds[name.removesuffix(" | None")], "metavar": name[0].upper()}
 

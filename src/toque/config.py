@@ -51,6 +51,11 @@ class EngineOptions:
         "auto", "auto (cpu), cpu (compiled) or ref (plain numpy)", choices=("auto", "cpu", "ref")
     )
     threads: int | None = option(None, "threads of the kernels (the physical cores)")
+    scheduling_policy: str = option(
+        "fcfs",
+        "fcfs, or priority: requests with a lower `priority` first",
+        choices=("fcfs", "priority"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,19 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = option((), "web origins that may call this server")
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
     slow_reader_timeout: float = option(30.0, "seconds a client may leave its stream unread")
+    read_timeout: float = option(60.0, "seconds a request may take to arrive, body included")
+    api_key: tuple[str, ...] = option(
+        (), "key(s) that clients must send, KEY or KEY:scope,… (also TOQUE_API_KEY)"
+    )
+    api_key_file: str | None = option(None, "file with one API key a line")
+    ssl_certfile: str | None = option(None, "serve HTTPS with this certificate (chain), PEM")
+    ssl_keyfile: str | None = option(None, "the certificate's private key, PEM")
     max_body_bytes: int = option(16 << 20, "largest request body, e.g. 16MiB", size=True)
+    max_json_depth: int = option(64, "deepest nesting of a request body")
+    max_sequences: int = option(1024, "most prompts x n of one request")
+    max_stop_strings: int = option(16, "most stop strings of one request")
+    max_logit_bias: int = option(1024, "most logit_bias entries of one request")
+    allow_unknown_fields: bool = option(False, "ignore request fields that nobody knows")
     single_process: bool = option(False, "run the engine in the server's own process")
 
 
@@ -99,6 +116,7 @@ class EngineConfig:
     kv_bytes_per_token: int
     block_size: int
     total_pages: int
+    scheduling_policy: str = "fcfs"
 
     @property
     def kv_cache_memory_bytes(self) -> int:
@@ -136,6 +154,7 @@ def resolve(
         kv_bytes_per_token=kv_bytes_per_token,
         block_size=options.block_size,
         total_pages=total_pages,
+        scheduling_policy=options.scheduling_policy,
     )
 
 

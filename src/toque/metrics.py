@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from toque.types import Counters, Finished, FinishReason, Hello, Load, StepReport, Times
 
+OUTCOMES = ("success", "refused", "cancelled", "failed")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "toque_"
 
@@ -71,8 +72,21 @@ TABLE = (
     Row("counter", "engine_steps", "Steps of the engine."),
     Row("counter", "request_success", "Sequences that ended, by reason.", ("finished_reason",)),
     Row("counter", "requests_refused", "Generation calls refused, by HTTP status.", ("status",)),
+    Row("gauge", "calls_in_progress", "Generation calls that have not ended."),
+    Row(
+        "counter", "calls_received", "Generation calls that arrived; each counts once, whatever n."
+    ),
+    Row("counter", "calls_finished", "Generation calls that ended, by outcome.", ("outcome",)),
+    Row("counter", "anomalies", "Reports of the engine whose totals went backwards."),
     Row("counter", "http_requests", "HTTP exchanges.", ("route", "method", "status")),
     Row("counter", "slow_readers", "Connections cut because the client did not read."),
+    Row("counter", "slow_senders", "Connections cut because a request took too long to arrive."),
+    Row(
+        "histogram",
+        "event_loop_delay_seconds",
+        "How late the server's event loop wakes up.",
+        buckets=STEP_S,
+    ),
     Row(
         "histogram",
         "time_to_first_token_seconds",
@@ -185,6 +199,8 @@ class Metrics:
         self._gauges["process_start_time_seconds"].set(time.time())
         for reason in FinishReason:
             self._counters["request_success"].labels(reason.value)
+        for outcome in OUTCOMES:
+            self._counters["calls_finished"].labels(outcome)
 
     def _add(self, row: Row) -> None:
         name = PREFIX + row.name
@@ -235,6 +251,8 @@ class Metrics:
             grown = getattr(now, field) - getattr(self._seen, field)
             if grown > 0:
                 self._counters[name].inc(grown)
+            elif grown < 0:  # never an error of the request whose report it came with
+                self._counters["anomalies"].inc()
         self._seen = now
 
     # --------------------------------------------------------------------- the life of requests
@@ -255,6 +273,7 @@ class Metrics:
         self.ended(event.reason)
         if event.reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._durations(event.times)
+        if event.times.admitted_s is not None:  # as in the totals: aborted ones were computed too
             self._histograms["request_prompt_tokens"].observe(event.usage.prompt_tokens)
             self._histograms["request_generation_tokens"].observe(event.usage.completion_tokens)
 
@@ -274,11 +293,26 @@ class Metrics:
 
     # -------------------------------------------------------------------------------- HTTP edge
 
+    def call_received(self) -> None:
+        self._counters["calls_received"].inc()
+        self._gauges["calls_in_progress"].inc()
+
+    def call_finished(self, outcome: str) -> None:
+        """`outcome`: one of OUTCOMES. received = in progress + finished, at every moment."""
+        self._counters["calls_finished"].labels(outcome).inc()
+        self._gauges["calls_in_progress"].dec()
+
     def http(self, route: str, method: str, status: int) -> None:
         self._counters["http_requests"].labels(route, method, str(status)).inc()
 
     def refused(self, status: int) -> None:
         self._counters["requests_refused"].labels(str(status)).inc()
+
+    def slow_senders(self, connections: int) -> None:
+        self._counters["slow_senders"].inc(connections)
+
+    def loop_delay(self, late_s: float) -> None:
+        self._histograms["event_loop_delay_seconds"].observe(late_s)
 
     def slow_readers(self, connections: int) -> None:
         self._counters["slow_readers"].inc(connections)

@@ -41,8 +41,8 @@ class Wire(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class SamplingParams(Wire, frozen=True, kw_only=True):
     """How to choose the next token. Names, meanings and neutral values are vLLM's.
 
-    Order of application: penalties, logit_bias, min_tokens, temperature, top_k, top_p, min_p.
-    Logprobs are of the model's own distribution, before any of these.
+    Order of application: penalties, logit_bias, bans (allowed_token_ids, bad_words, min_tokens),
+    temperature, top_k, top_p, min_p. Logprobs are of the model's own distribution, before these.
     """
 
     temperature: float = 1.0  # 0 = greedy
@@ -54,8 +54,11 @@ class SamplingParams(Wire, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
     logit_bias: dict[TokenId, float] = {}
+    allowed_token_ids: tuple[TokenId, ...] = ()  # nothing else may be chosen; empty = all may
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()  # spellings that the output may not contain
     logprobs: int | None = None  # None = off; k = the chosen token's and the k best ones'
-    max_tokens: int | None = None  # None = until the context is full
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    max_tokens: int | None = None  # None = until the context is full; 0 = only read the prompt
     min_tokens: int = 0  # no end or stop token before this many
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # matched by the text side, never by the engine
@@ -75,6 +78,7 @@ class Request(Wire, frozen=True, kw_only=True):
     arrived_s: float
     choice: int = 0  # which of the n: part of the key of its random numbers
     cache_salt: str = ""  # prompts share cached pages only within one salt
+    priority: int = 0  # lower comes first, under the policy `priority`
 
 
 class Abort(Wire, frozen=True, kw_only=True):
@@ -97,6 +101,7 @@ class Logprob(Wire, frozen=True, kw_only=True):
     """Natural-log probabilities at one position: the chosen token and the best alternatives."""
 
     chosen: float
+    rank: int = 1  # of the chosen one among all tokens; 1 = none is more probable
     top: tuple[tuple[TokenId, float], ...] = ()  # best first, ties to the lower id
 
 
@@ -124,6 +129,14 @@ class Tokens(Wire, frozen=True, kw_only=True):
     logprobs: tuple[Logprob, ...] = ()  # one per id where the request asked for them
 
 
+class PromptScores(Wire, frozen=True, kw_only=True):
+    """Logprobs of prompt tokens, in order over all such events, from the second token on. All of
+    them come before the request's first `Tokens`."""
+
+    id: str
+    logprobs: tuple[Logprob, ...]
+
+
 class Finished(Wire, frozen=True, kw_only=True):
     """The last event of a request."""
 
@@ -144,7 +157,7 @@ class Refused(Wire, frozen=True, kw_only=True):
     retry_after_s: float | None = None
 
 
-Event = Tokens | Finished | Refused
+Event = Tokens | PromptScores | Finished | Refused
 
 
 class Counters(Wire, frozen=True, kw_only=True):
@@ -209,6 +222,7 @@ class Hello(Wire, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     kv_cache_dtype: str
     fingerprint: str  # model, kernel set and KV dtype: what a repeated answer needs to be equal
+    scheduling_policy: str = "fcfs"
 
 
 class EngineFailed(Wire, frozen=True, kw_only=True):
@@ -231,7 +245,7 @@ class RowSetup(Wire, frozen=True, kw_only=True):
     num_prompt: int  # tokens; positions from here on are output
     pages: tuple[int, ...]  # what the prefix cache found, in order of position
     end_token_ids: tuple[TokenId, ...]  # banned while fewer than min_tokens are out
-    history: tuple[TokenId, ...] = ()  # all tokens so far, only where penalties need them
+    history: tuple[TokenId, ...] = ()  # all tokens so far, only where the sampler needs them
 
 
 class Chunk(Wire, frozen=True, kw_only=True):
@@ -246,6 +260,8 @@ class Chunk(Wire, frozen=True, kw_only=True):
     tokens: tuple[TokenId, ...] = ()
     new_pages: tuple[int, ...] = ()  # appended to the row's page table before computing
     sample: bool = False  # the last token's logits choose the next token
+    targets: tuple[TokenId, ...] = ()  # prompt tokens whose logprobs are wanted …
+    targets_from: int = 0  # … by the logits of the chunk's tokens from this one on
 
 
 class StepPlan(Wire, frozen=True, kw_only=True):
@@ -264,8 +280,9 @@ class Sampled(Wire, frozen=True, kw_only=True):
     """What a row got: a token, or the reason why it failed (its neighbours did not)."""
 
     row: int
-    token: TokenId = -1
+    token: TokenId = -1  # stays so where the chunk only scored
     logprob: Logprob | None = None
+    scores: tuple[Logprob, ...] = ()  # one per target of the chunk
     error: str | None = None
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.engine.fake import END, VOCAB, PageExecutor, expected_tokens, request
 from toque.memory.manager import CacheManager
-from toque.scheduler.policy import Fcfs
-from toque.scheduler.scheduler import Draft, Limits, Scheduler
+from toque.scheduler.policy import ByPriority, Fcfs
+from toque.scheduler.scheduler import Scheduler
+from toque.scheduler.step import Draft, Limits
 from toque.types import Finished, FinishReason, Request, Tokens
 
 
@@ -235,7 +236,7 @@ def test_a_failing_row_ends_alone() -> None:
         (request("a", [1] * 48), "context of 48"),
         (request("a", [VOCAB]), "vocabulary"),
         (request("a", [-1]), "vocabulary"),
-        (request("a", [1], max_tokens=0), "max_tokens"),
+        (request("a", [1], max_tokens=-1), "max_tokens"),
     ],
 )
 def test_what_serve_should_have_refused_is_refused_by_name(wanted: Request, complaint: str) -> None:
@@ -258,3 +259,31 @@ def test_min_tokens_and_stop_token_ids() -> None:
     assert engine.tokens["stop"] == wanted[: first + 1]
     assert engine.finished["stop"].stop_token == stop
     assert engine.finished["stop"].reason is FinishReason.STOP
+
+
+# ------------------------------------------------------------------------------- priorities
+
+
+@given(st.lists(st.integers(-3, 3), min_size=2, max_size=12))
+def test_priority_orders_the_queue_and_equal_ones_keep_their_turn(priorities: list[int]) -> None:
+    engine = Engine(Sizes(rows=1))
+    engine.scheduler._policy = ByPriority()
+    for number, priority in enumerate(priorities):
+        wanted = request(f"r{number}", [3] * 5, max_tokens=2, ignore_eos=True)
+        engine.add(msgspec.structs.replace(wanted, priority=priority))
+    while engine.scheduler.has_work:
+        engine.step()
+    in_order = sorted(range(len(priorities)), key=lambda n: (priorities[n], n))
+    assert list(engine.finished) == [f"r{n}" for n in in_order]
+
+
+def test_the_least_urgent_gives_its_pages_back() -> None:
+    engine = Engine(Sizes(rows=3, pages=12, caching=False))
+    engine.scheduler._policy = ByPriority()
+    for number, priority in enumerate((5, 1, 9)):
+        wanted = request(f"r{number}", [number + 1] * 8, max_tokens=30, ignore_eos=True)
+        engine.add(msgspec.structs.replace(wanted, priority=priority))
+    while engine.scheduler.has_work:
+        engine.step()
+    assert list(engine.finished) == ["r1", "r0", "r2"]
+    assert engine.scheduler.counters().preemptions > 0

@@ -27,6 +27,7 @@ from toque.types import (
     Hello,
     Load,
     Logprob,
+    PromptScores,
     Refused,
     Request,
     Shutdown,
@@ -65,10 +66,21 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id >= 256
 
+    def token_id(self, token: str) -> int | None:
+        return None
+
     def encode_chat(
-        self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool = True, **kw: Any
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kw: Any,
     ) -> list[int]:
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages) + json.dumps(kw)
+        if continue_final_message:
+            text = text[: text.rindex(messages[-1]["content"]) + len(messages[-1]["content"])]
         return list((text + ("assistant:" if add_generation_prompt else "")).encode())
 
 
@@ -101,6 +113,7 @@ class FakeEngine:
     outbox: list[Any] = field(default_factory=list)
     dead: str | None = None
     answer_aborts: bool = True
+    policy: str = "fcfs"
 
     def __post_init__(self) -> None:
         if self.hello:
@@ -119,6 +132,7 @@ class FakeEngine:
                 max_num_batched_tokens=64,
                 kv_cache_dtype="float32",
                 fingerprint="fp-1",
+                scheduling_policy=self.policy,
             )
         )
 
@@ -171,20 +185,41 @@ class FakeEngine:
             row.first_s = now
             self._count(prompt_tokens=len(request.prompt), prefix_queries=len(request.prompt))
             self._count(prefix_hits=self.cached)
+        scores = self._scores(request) if row.done == 0 else []
+        if limit == 0:
+            del self.running[request.id]
+            return [*scores, self._finished(row, FinishReason.LENGTH)]
         ids = tuple(row.script[row.done :][: min(self.per_step, limit - row.done)])
         row.done += len(ids)
         self._count(generation_tokens=len(ids))
         events: list[Event] = [
-            Tokens(id=request.id, ids=ids, logprobs=self._logprobs(request, ids))
+            *scores,
+            Tokens(id=request.id, ids=ids, logprobs=self._logprobs(request, ids)),
         ]
         ends = (END, *request.sampling.stop_token_ids)
         if ids[-1] in ends and not (request.sampling.ignore_eos and ids[-1] == END):
             events.append(self._finished(row, FinishReason.STOP, ids[-1]))
         elif row.done >= min(limit, len(row.script)):
             events.append(self._finished(row, FinishReason.LENGTH))
-        if len(events) > 1:
+        if isinstance(events[-1], Finished):
             del self.running[request.id]
         return events
+
+    def _scores(self, request: Request) -> list[Event]:
+        """Logprob -place/100 for the token at each place, in two portions."""
+        k = request.sampling.prompt_logprobs
+        if k is None or len(request.prompt) == 1:
+            return []
+        made = tuple(
+            Logprob(
+                chosen=-place / 100,
+                rank=place,
+                top=tuple(((token + d) % 256, -place / 100 - d) for d in range(k)),
+            )
+            for place, token in enumerate(request.prompt[1:], 1)
+        )
+        parts = [part for part in (made[:2], made[2:]) if part]
+        return [PromptScores(id=request.id, logprobs=part) for part in parts]
 
     def _logprobs(self, request: Request, ids: tuple[int, ...]) -> tuple[Logprob, ...]:
         k = request.sampling.logprobs

@@ -256,3 +256,66 @@ def test_a_template_that_does_not_compile_is_the_model_s_fault() -> None:
 def test_dates_are_today_s() -> None:
     year = render("{{ strftime_now('%Y') }}", [])
     assert abs(int(year) - datetime.now().year) <= 1
+
+
+# ------------------------------------------------------------------------ continue and time
+
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>\n{% endfor %}"
+
+
+def test_the_final_message_is_left_open() -> None:
+    messages = [{"role": "user", "content": "same"}, {"role": "assistant", "content": " same \n"}]
+    text = render(CHATML, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<user>same</>\n<assistant>same"
+
+
+@pytest.mark.parametrize("content", ["", "  ", None, "hidden"])
+def test_what_cannot_be_continued_is_refused(content: str | None) -> None:
+    template = "{% for m in messages if m.content != 'hidden' %}{{ m.content }};{% endfor %}"
+    error = refusal(
+        template, [{"role": "assistant", "content": content}], continue_final_message=True
+    )
+    assert error.param == "continue_final_message"
+
+
+LOOPS = "{% for a in range(999) %}{% for b in range(999) %}{% for c in range(999) %}"
+ENDS = "{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LOOPS + ENDS,
+        LOOPS + "{{ a }}" + ENDS,
+        LOOPS.replace("999", "99999") + ENDS,
+        "{% macro f(n) %}{% for i in range(9) %}{{ f(n - 1) if n }}{% endfor %}{% endmacro %}"
+        "{{ f(30) }}",
+        "{% for m in messages recursive %}{{ loop([m, m]) }}{% endfor %}",
+    ],
+)
+def test_a_template_that_does_not_end_is_ended(template: str) -> None:
+    chat = ChatTemplate({"default": template}, {}, max_s=0.2)
+    with pytest.raises(RequestError, match=r"too long|recursion"):
+        chat.render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "expression", ["'x' * 10**9", "10**9 * [1]", "9 ** 999999", "3 ** 10000000"]
+)
+def test_products_are_bounded(expression: str) -> None:
+    with pytest.raises(RequestError, match="too large"):
+        ChatTemplate({"default": "{{ (" + expression + ") | length }}"}, {}).render([])
+
+
+def test_loops_are_those_of_jinja_all_the_same() -> None:
+    template = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
+        "{{ loop.previtem.content if loop.previtem }}{{ loop.nextitem.content if loop.nextitem }};"
+        "{% else %}none{% endfor %}{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}"
+        "{% for x in missing %}{% endfor %}{% for x in {'q': 1} %}{{ x }}{% endfor %}"
+        "{% for c in 'ab' %}{{ loop.cycle(1, 2) }}{{ c }}{% endfor %}"
+    )
+    one = {"role": "u", "content": "p"}
+    for messages in ([one], [one, {"role": "u", "content": "q"}]):
+        assert render(template, messages) == by_hugging_face(template, messages)

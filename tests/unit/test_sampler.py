@@ -163,3 +163,61 @@ def test_the_same_seed_and_position_give_the_same_number_and_others_do_not() -> 
     assert len(numbers) == 4 * 4 * 64
     assert all(0 <= u < 1 for u in numbers)
     assert abs(np.mean(list(numbers)) - 0.5) < 0.03
+
+
+# ------------------------------------------------------------------------------------- bans
+
+
+@given(st.integers(0, 1000), st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+def test_only_allowed_tokens_are_chosen_and_the_best_of_them(seed: int, allowed: set[int]) -> None:
+    logits = logits_of(seed)
+    greedy = sampler(SamplingParams(temperature=0.0, seed=0, allowed_token_ids=tuple(allowed)))
+    token = greedy.sample(logits, 1).token
+    assert token == max(sorted(allowed), key=lambda i: logits[i])
+    params = SamplingParams(temperature=2.0, seed=seed, allowed_token_ids=tuple(allowed))
+    drawn = sampler(params)
+    assert all(drawn.sample(logits, place).token in allowed for place in range(20))
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 1000),
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=3),
+)
+def test_the_output_never_contains_a_bad_word(seed: int, words: list[list[int]]) -> None:
+    """Over four tokens, of which the prompt's do not count; checked on the finished text."""
+    spelled = tuple(tuple(word) for word in words)
+    params = SamplingParams(temperature=1.0, seed=seed, bad_words=spelled)
+    row = sampler(params, history=(0, 1, 2), prompt=3)
+    logits = np.full(VOCAB, -100, dtype=np.float32)
+    logits[:4] = 0
+    out: list[int] = []
+    for place in range(40):
+        sampled = row.sample(logits, 3 + place)
+        assert sampled.error is None
+        out.append(sampled.token)
+    text = ",".join(map(str, out)) + ","
+    for word in spelled:
+        assert "," + ",".join(map(str, word)) + "," not in "," + text
+
+
+def test_a_bad_word_knows_the_output_before_a_preemption() -> None:
+    params = SamplingParams(temperature=0.0, seed=0, bad_words=((5, 6),))
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    logits[6] = 9
+    assert sampler(params, history=(1, 5), prompt=1).sample(logits, 2).token != 6
+    assert sampler(params, history=(1, 5), prompt=2).sample(logits, 2).token == 6  # the prompt's
+
+
+def test_a_request_that_forbids_everything_fails_alone() -> None:
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            temperature=temperature, seed=0, allowed_token_ids=(7,), min_tokens=1
+        )
+        assert "forbids" in (sampler(params).sample(logits_of(1), 0).error or "")
+
+
+@given(st.integers(0, 1000), st.integers(0, VOCAB - 1))
+def test_rank_counts_the_better_ones(seed: int, token: int) -> None:
+    logits = np.round(logits_of(seed))  # with ties
+    assert logprob_of(logits, token, 0).rank == 1 + sum(x > logits[token] for x in logits)

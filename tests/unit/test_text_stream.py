@@ -168,3 +168,18 @@ def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(RequestError, match="empty") as caught:
         TextStream(Spelled([]), ("a", ""))
     assert caught.value.param == "stop"
+
+
+def test_the_match_itself_may_be_shown() -> None:
+    for split in ([b"one END two"], [b"one E", b"ND t"], [b"o", b"ne ", b"END"]):
+        stream = TextStream(Spelled(split), ("END",), include_stop=True)
+        text = "".join(stream.push(i + 1) for i in range(len(split))) + stream.flush()
+        assert (text, stream.stopped) == ("one END", "END")
+
+
+def test_tokens_that_may_not_stop_neither_end_nor_begin_a_match() -> None:
+    stream = TextStream(Spelled([b"a.", b".", b"b."]), ("..", "b."))
+    assert stream.push(1, False) == "a."
+    assert stream.push(2) == ""  # not the second half of a match that began too early
+    assert stream.push(3) == "."
+    assert stream.stopped == "b."

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -39,6 +40,7 @@ def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
     """Run the server; returns the exit code. The port is taken first: if it cannot be had, nothing
     has been fetched or loaded for it."""
     setup_logging()
+    _check_tls(options)
     with bind(options.host, options.port) as listening:
         located = locate(model, progress=terminal_progress())
         names = options.served_model_name or located.served_names
@@ -54,6 +56,18 @@ def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
                 return _run(_serve_in_two(listening, located, orders, options, child))
             finally:
                 _end(child)
+
+
+def _check_tls(options: ServeOptions) -> None:
+    """Raises ConfigError: a certificate that cannot be used is known before anything is loaded."""
+    if options.ssl_keyfile and not options.ssl_certfile:
+        raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+    if options.ssl_certfile:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        except OSError as error:
+            raise ConfigError(f"the certificate or its key cannot be used: {error}") from error
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:

@@ -66,10 +66,18 @@ class DenseDecoder:
 
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
         """Logits of batch.output_rows: [outputs, vocab]. Writes every token's K and V into `kv`."""
+        return self.logits(self.hidden(batch, kv))
+
+    def hidden(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
+        """`forward` without the head: the normed states of batch.output_rows, [outputs, hidden]."""
         x = self.embedding(batch.ids)  # [tokens, hidden]
         for block, pages in zip(self.blocks, kv, strict=True):
             x = block(x, batch, pages)
-        return self.head(self.norm(x[batch.output_rows]))
+        return self.norm(x[batch.output_rows])
+
+    def logits(self, hidden: Floats) -> Floats:
+        """[rows, hidden] -> [rows, vocab]."""
+        return self.head(hidden)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

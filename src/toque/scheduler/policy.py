@@ -1,8 +1,12 @@
-"""Who comes first. Pure functions of what a sequence shows; the scheduler does the rest."""
+"""Who comes first. Pure functions of what a sequence shows; the scheduler does the rest.
+
+Every policy is an order, and the last one in it is preempted. So a sequence that comes first keeps
+its pages until it ends, and progress never stops.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from toque.scheduler.sequence import Sequence
@@ -28,3 +32,20 @@ class Fcfs:
 
     def victim(self, running: Iterable[Sequence]) -> Sequence:
         return max(running, key=self.key)
+
+
+class ByPriority:
+    """Lower numbers first, equal ones as they came; the last of that order is preempted.
+
+    A steady flow of more urgent requests keeps a less urgent one waiting for ever: that is what
+    the client who numbers them asks for.
+    """
+
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
+        return (sequence.request.priority, sequence.order)
+
+    def victim(self, running: Iterable[Sequence]) -> Sequence:
+        return max(running, key=self.key)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs, "priority": ByPriority}

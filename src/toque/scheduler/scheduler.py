@@ -14,11 +14,12 @@ Does not know: what a page contains, kernels, text, HTTP.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
+from typing import Any
 
-from toque.memory.manager import CacheManager
+from toque.memory.manager import CacheManager, Match
 from toque.scheduler.policy import Policy
 from toque.scheduler.sequence import Sequence, Status
+from toque.scheduler.step import Draft, Limits, Totals, needs_history
 from toque.types import (
     Chunk,
     Counters,
@@ -26,57 +27,15 @@ from toque.types import (
     Finished,
     FinishReason,
     Load,
+    PromptScores,
     Refused,
     Request,
     RowSetup,
     Sampled,
     StepPlan,
     StepResult,
-    TokenId,
     Tokens,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The numbers that bound a step and a sequence."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int
-    chunked_prefill: bool
-    end_token_ids: frozenset[TokenId]
-
-
-@dataclass(slots=True)
-class Draft:
-    """A step plan in the making, by request id, so that a preemption can take a chunk back."""
-
-    budget_tokens: int
-    setups: dict[str, RowSetup] = field(default_factory=dict)
-    chunks: dict[str, Chunk] = field(default_factory=dict)
-    preempted: bool = False
-
-    def drop(self, request_id: str) -> None:
-        self.setups.pop(request_id, None)
-        chunk = self.chunks.pop(request_id, None)
-        if chunk is not None:
-            self.budget_tokens += chunk.num_tokens
-
-
-@dataclass(slots=True)
-class Totals:
-    """Mutable twin of `Counters`; prefix_hits + first computations = prompt_tokens admitted."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    computed_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
 
 
 class Scheduler:
@@ -95,32 +54,15 @@ class Scheduler:
 
     def add(self, request: Request) -> Refused | None:
         """Queue a request, or say why not. Serve has checked all of it: this is the second lock."""
-        reason = self._why_not(request)
+        reason = self._limits.why_not(request)
+        if request.id in self._sequences:
+            reason = "a request with this id is already running"
         if reason is not None:
             return Refused(id=request.id, message=reason)
         sequence = Sequence(request, order=self._arrivals)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._enqueue(sequence)
-        return None
-
-    def _why_not(self, request: Request) -> str | None:
-        limits = self._limits
-        if request.id in self._sequences:
-            return "a request with this id is already running"
-        if not request.prompt:
-            return "the prompt has no tokens"
-        if len(request.prompt) >= limits.max_model_len:
-            return (
-                f"the prompt has {len(request.prompt)} tokens; with at least one more they do not "
-                f"fit the context of {limits.max_model_len}"
-            )
-        if not 0 <= min(request.prompt) <= max(request.prompt) < limits.vocab_size:
-            return f"a token id of the prompt is outside the vocabulary of {limits.vocab_size}"
-        if request.sampling.seed is None:
-            return "the request carries no seed"
-        if request.sampling.max_tokens is not None and request.sampling.max_tokens < 1:
-            return "max_tokens is below 1"
         return None
 
     def abort(self, request_id: str, reason: FinishReason, now_s: float) -> Finished | None:
@@ -194,7 +136,8 @@ class Scheduler:
             num_tokens=num_tokens,
             tokens=() if known else tuple(sequence.tokens[start:end]),
             new_pages=pages,
-            sample=end == len(sequence.tokens),
+            sample=end == len(sequence.tokens) and sequence.generates,
+            **_targets(sequence, start, end),
         )
         draft.budget_tokens -= num_tokens
 
@@ -241,7 +184,7 @@ class Scheduler:
         """Start (or restart) a waiting sequence. Returns the pages it will still need, 0 if it was
         found to wait for a running one's pages; None when it does not fit now."""
         salt = sequence.request.cache_salt
-        match = self._cache.match(sequence.tokens, salt)
+        match = self._match(sequence)
         sequence.waits_for = match.pending
         if match.pending is not None:
             return 0
@@ -254,22 +197,16 @@ class Scheduler:
         self._cache.admit(sequence.id, sequence.tokens, salt, match)
         pages = self._cache.grow(sequence.id, sequence.num_computed + num_tokens)
         assert pages is not None  # missing_pages were available
-        self._count_admission(sequence, match.num_tokens, now_s)
+        self._totals.admitted(sequence, match.num_tokens, now_s)
         self._take_row(sequence, match.pages, draft)
         self._put(sequence, num_tokens, pages, draft)
         return missing_pages - len(pages) + 1
 
-    def _count_admission(self, sequence: Sequence, hit_tokens: int, now_s: float) -> None:
-        totals = self._totals
-        totals.recomputed_tokens += max(0, sequence.lost_tokens - hit_tokens)
-        sequence.lost_tokens = 0
-        if sequence.admitted_s is not None:
-            return  # it comes back: its prompt was counted the first time
-        sequence.admitted_s = now_s
-        sequence.cached_tokens = hit_tokens
-        totals.prompt_tokens += sequence.num_prompt
-        totals.prefix_queries += sequence.num_prompt
-        totals.prefix_hits += hit_tokens
+    def _match(self, sequence: Sequence) -> Match:
+        """Who wants logprobs of the prompt needs every row of it computed: no hit for those."""
+        if sequence.num_to_score:
+            return Match((), 0, None)
+        return self._cache.match(sequence.tokens, sequence.request.cache_salt)
 
     # ------------------------------------------------------------------- rows and the queue
 
@@ -315,9 +252,15 @@ class Scheduler:
             sequence.num_computed += chunk.num_tokens
             self._totals.computed_tokens += chunk.num_tokens
             self._cache.commit(sequence.id, sequence.tokens, sequence.num_computed)
+            if chunk.targets:
+                assert outcome is not None
+                sequence.num_scored += len(chunk.targets)
+                events.append(PromptScores(id=sequence.id, logprobs=outcome.scores))
             if chunk.sample:
                 assert outcome is not None
                 events.extend(self._append(sequence, outcome, now_s))
+            elif sequence.num_to_do == 0:  # it only wanted its prompt read
+                events.append(self._finish(sequence, FinishReason.LENGTH, now_s))
         return events
 
     def _append(self, sequence: Sequence, sampled: Sampled, now_s: float) -> list[Event]:
@@ -371,8 +314,7 @@ class Scheduler:
         )
 
     def counters(self) -> Counters:
-        totals = self._totals
-        return Counters(**{name: getattr(totals, name) for name in Counters.__struct_fields__})
+        return self._totals.counters()
 
     def check(self) -> None:
         """Prove the books: rows, lists and pages agree. For idle moments and tests."""
@@ -385,11 +327,10 @@ class Scheduler:
             assert self._cache.held_pages == 0, "pages are held and nobody is here"
 
 
-def needs_history(request: Request) -> bool:
-    """Whether the sampler must know which tokens stand in the sequence already."""
-    sampling = request.sampling
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
-    )
+def _targets(sequence: Sequence, start: int, end: int) -> dict[str, Any]:
+    """The prompt tokens whose logprobs tokens start..end - 1 give and nobody has reported yet."""
+    if not sequence.num_to_score:
+        return {}
+    first = max(start, sequence.num_scored)  # the row of the token before the first target
+    last = min(end, sequence.num_prompt - 1)
+    return {"targets": tuple(sequence.tokens[first + 1 : last + 1]), "targets_from": first - start}

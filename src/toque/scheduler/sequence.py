@@ -34,6 +34,7 @@ class Sequence:
     row: int | None = None
     waits_for: Node | None = None  # a pending node of the radix tree, see Scheduler._admit
     cached_tokens: int = 0  # of the prompt, at first admission
+    num_scored: int = 0  # prompt tokens whose logprobs have been reported
     last_on_worker: bool = False  # the row's last token was sampled there, no need to send it
     lost_tokens: int = 0  # computed before the last preemption and not again yet
     admitted_s: float | None = None
@@ -57,6 +58,16 @@ class Sequence:
     @property
     def num_to_do(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_to_score(self) -> int:
+        """Prompt tokens whose logprobs are still owed; the first token has none."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return self.num_prompt - 1 - self.num_scored if wanted else 0
+
+    @property
+    def generates(self) -> bool:
+        return self.request.sampling.max_tokens != 0
 
     @property
     def is_decoding(self) -> bool:

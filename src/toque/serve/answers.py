@@ -17,7 +17,9 @@ from toque.serve.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
     CompletionWriter,
+    PromptLogprobs,
     chat_logprobs,
+    prompt_logprobs,
 )
 from toque.serve.prepare import Job
 from toque.serve.service import TextTokenizer
@@ -45,6 +47,7 @@ class TextChoice(msgspec.Struct):
     stop_reason: str | int | None
     token_ids: Ids = UNSET
     prompt_token_ids: Ids = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Message(msgspec.Struct):
@@ -87,6 +90,7 @@ class Answer(msgspec.Struct):
     usage: UsageBody | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     prompt_token_ids: Ids = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # of a chat
 
 
 class Dialect(Protocol):
@@ -111,14 +115,15 @@ class CompletionDialect:
     def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
         self._job = job
         self._with_logprobs = job.sampling.logprobs is not None
-        skip_special = job.skip_special_tokens
-        self._writers = [CompletionWriter(tokenizer, skip_special) for _ in job.requests]
+        self._tokenizer = tokenizer
+        skip, as_ids = job.show.skip_special_tokens, job.show.tokens_as_ids
+        self._writers = [CompletionWriter(tokenizer, skip, as_ids) for _ in job.requests]
 
     def whole(self, choice: Choice, delta: Delta) -> TextChoice:
         return self._choice(choice, delta, choice.prompt.echo, first=True)
 
     def opening(self, choice: Choice) -> TextChoice | None:
-        if not (choice.prompt.echo or self._job.return_token_ids):
+        if not (choice.prompt.echo or self._job.show.return_token_ids):
             return None
         return self._choice(choice, Delta(), choice.prompt.echo, first=True, last=False)
 
@@ -128,16 +133,30 @@ class CompletionDialect:
     def _choice(
         self, choice: Choice, delta: Delta, echo: str = "", first: bool = False, last: bool = True
     ) -> TextChoice:
-        ids = self._job.return_token_ids
-        writer = self._writers[choice.index]
+        ids = self._job.show.return_token_ids
         return TextChoice(
             index=choice.index,
             text=echo + "".join(delta.text),
-            logprobs=writer.write(delta.logprobs) if self._with_logprobs else None,
+            logprobs=self._logprobs(choice, delta, first) if self._with_logprobs else None,
             finish_reason=choice.finish_reason if last else None,
             stop_reason=choice.stop_reason if last else None,
             token_ids=delta.ids if ids else UNSET,
             prompt_token_ids=choice.prompt.tokens if ids and first else UNSET,
+            prompt_logprobs=_prompt_logprobs(self._job, self._tokenizer, choice),
+        )
+
+    def _logprobs(self, choice: Choice, delta: Delta, first: bool) -> CompletionLogprobs:
+        writer, num_top = self._writers[choice.index], self._job.show.echo_logprobs
+        if not first or num_top is None:
+            return writer.write(delta.logprobs)
+        prompt = choice.prompt
+        head = writer.prompt(prompt.tokens, choice.scores, num_top, prompt.echo)
+        rest = writer.write(delta.logprobs)
+        return CompletionLogprobs(
+            head.tokens + rest.tokens,
+            head.token_logprobs + rest.token_logprobs,
+            head.top_logprobs + rest.top_logprobs,
+            head.text_offset + rest.text_offset,
         )
 
 
@@ -176,10 +195,12 @@ class ChatDialect:
         return out
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return chat_logprobs(self._tokenizer, delta.logprobs) if self._with_logprobs else None
+        if not self._with_logprobs:
+            return None
+        return chat_logprobs(self._tokenizer, delta.logprobs, self._job.show.tokens_as_ids)
 
     def _ids(self, delta: Delta) -> Ids:
-        return delta.ids if self._job.return_token_ids else UNSET
+        return delta.ids if self._job.show.return_token_ids else UNSET
 
 
 class Writer:
@@ -187,6 +208,7 @@ class Writer:
 
     def __init__(self, job: Job, tokenizer: TextTokenizer, fingerprint: str) -> None:
         self._job = job
+        self._tokenizer = tokenizer
         self._fingerprint = fingerprint
         self._dialect: Dialect = (ChatDialect if job.chat else CompletionDialect)(job, tokenizer)
         self._encoder = msgspec.json.Encoder()
@@ -195,8 +217,10 @@ class Writer:
         """The answer to a call that does not stream: JSON."""
         bodies = [self._dialect.whole(choice, choice.drain()) for choice in choices]
         answer = self._frame(self._dialect.object_whole, bodies, usage_of(self._job, choices))
-        if self._job.chat and self._job.return_token_ids:
-            answer.prompt_token_ids = self._job.prompts[0].tokens
+        if self._job.chat:
+            if self._job.show.return_token_ids:
+                answer.prompt_token_ids = self._job.prompts[0].tokens
+            answer.prompt_logprobs = _prompt_logprobs(self._job, self._tokenizer, choices[0])
         return self._encoder.encode(answer)
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
@@ -206,7 +230,7 @@ class Writer:
             body = self._dialect.opening(choice)
             if body is not None:
                 answer = self._frame(self._dialect.object_chunk, [body], self._running(choice))
-                if self._job.chat and self._job.return_token_ids:
+                if self._job.chat and self._job.show.return_token_ids:
                     answer.prompt_token_ids = choice.prompt.tokens
                 out += self._event(answer)
         return bytes(out)
@@ -214,7 +238,7 @@ class Writer:
     def chunks(self, choice: Choice) -> bytes:
         """What a choice gained since last time, as server-sent events; may be empty."""
         delta = choice.drain()
-        shown = delta.text or delta.logprobs or (delta.ids and self._job.return_token_ids)
+        shown = delta.text or delta.logprobs or (delta.ids and self._job.show.return_token_ids)
         if not shown and choice.finish_reason is None:
             return b""  # held back: part of a character or of a stop string
         bodies = self._dialect.chunks(choice, delta if shown else Delta())
@@ -241,6 +265,15 @@ class Writer:
 
     def _event(self, answer: Answer) -> bytes:
         return b"data: " + self._encoder.encode(answer) + b"\n\n"
+
+
+def _prompt_logprobs(
+    job: Job, tokenizer: TextTokenizer, choice: Choice
+) -> PromptLogprobs | UnsetType:
+    num_top = job.show.prompt_logprobs
+    if num_top is None:
+        return UNSET
+    return prompt_logprobs(tokenizer, choice.prompt.tokens, choice.scores, num_top)
 
 
 def usage_of(job: Job, choices: Sequence[Choice]) -> UsageBody:

@@ -2,12 +2,13 @@
 
 Owns: the assembled layers. Knows: every route module. Does not know: sockets, signals.
 
-    Edge (counts) -> Guard (Host, Origin) -> FastAPI (routes) -> handlers
+    Edge (counts) -> Guard (Host, Origin) -> KeyCheck (API keys) -> FastAPI (routes) -> handlers
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from importlib import resources
 from typing import Any
 
@@ -19,14 +20,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from toque import __version__
+from toque.config import ServeOptions
 from toque.errors import CapacityError, EngineError, RequestError
 from toque.serve import fields
-from toque.serve.edge import Edge
+from toque.serve.edge import GENERATION_PATHS, Edge
 from toque.serve.failures import FailedCall, describe
 from toque.serve.frontend import ClientGone
 from toque.serve.guard import Guard
 from toque.serve.health import operator_routes
-from toque.serve.openai import GENERATION_ROUTES, openai_routes, token_routes
+from toque.serve.keys import Key, KeyCheck, keys_in_file, parse_keys
+from toque.serve.openai import openai_routes, token_routes
 from toque.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from toque.serve.service import Service
 
@@ -67,15 +70,23 @@ def create_app(service: Service) -> Edge:
     _add_error_handlers(app, service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     options = service.options
-    guard = Guard(app, options.host, options.allowed_hosts, options.allowed_origins)
+    checked = KeyCheck(app, _keys(options))
+    guard = Guard(checked, options.host, options.allowed_hosts, options.allowed_origins)
     paths = frozenset((*app.openapi()["paths"], "/openapi.json", "/docs"))
     return Edge(guard, service.metrics, paths)
+
+
+def _keys(options: ServeOptions) -> tuple[Key, ...]:
+    listed = [*options.api_key, *os.environ.get("TOQUE_API_KEY", "").split()]
+    if options.api_key_file is not None:
+        listed += keys_in_file(options.api_key_file)
+    return parse_keys(listed)
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         failure = describe(error)
-        if request.url.path in GENERATION_ROUTES:
+        if request.url.path in GENERATION_PATHS:
             service.metrics.refused(failure.status)
         return Response(failure.body(), failure.status, headers=dict(failure.header_list()))
 
@@ -118,6 +129,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas.update(schema.pop("$defs", {}))
         schemas[body.__name__] = schema
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"key": []}, {}]  # keys are the operator's choice
     _describe_errors(document["paths"])
     app.openapi_schema = document
     return document

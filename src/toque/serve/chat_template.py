@@ -5,7 +5,7 @@ Does not know: token ids.
 
 The dialect is that of Hugging Face's `apply_chat_template`
 (https://huggingface.co/docs/transformers/chat_templating_writing). A template comes with the model
-and is not trusted: it runs in Jinja's immutable sandbox and its output is bounded.
+and is not trusted: it runs in a sandbox, and its time and its output are bounded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from toque.errors import ModelError, RequestError
+from toque.serve.sandbox import TimedSandbox
 
 MAX_RENDERED_CHARS = 32 << 20  # twice the largest request body that is taken by default
+MAX_RENDER_S = 10.0
 # Set by the server; `chat_template_kwargs` of a request may not.
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
@@ -48,13 +49,15 @@ class ChatTemplate:
         templates: Mapping[str, str],
         tokens: Mapping[str, str],
         max_chars: int = MAX_RENDERED_CHARS,
+        max_s: float = MAX_RENDER_S,
     ) -> None:
         """`templates` by name, `tokens` by variable (bos_token, …).
 
         Raises ModelError for a template that does not compile.
         """
-        environment = _environment()
-        self._templates = {n: _compile(environment, n, s) for n, s in templates.items()}
+        self._sandbox = _environment()
+        self._max_s = max_s
+        self._templates = {n: _compile(self._sandbox, n, s) for n, s in templates.items()}
         self._tokens = dict(tokens)
         self._max_chars = max_chars
 
@@ -64,6 +67,7 @@ class ChatTemplate:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
@@ -71,7 +75,8 @@ class ChatTemplate:
 
         Content that is a list of text parts is joined by newlines; tool call arguments, which
         OpenAI sends as a JSON string, reach the template as objects; fields that are null are
-        left out. Raises RequestError for other parts and for whatever the template objects to.
+        left out. With `continue_final_message` the prompt ends with the last message's content.
+        Raises RequestError for other parts and for whatever the template objects to.
         """
         _refuse_reserved(kwargs)
         template = self._choose(tools)
@@ -79,11 +84,13 @@ class ChatTemplate:
         context["messages"] = [_plain_message(i, m) for i, m in enumerate(messages)]
         context |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._bounded(template, context)
+            with self._sandbox.limited(self._max_s):
+                text = self._bounded(template, context)
         except _TEMPLATE_FAILURES as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error
+        return _without_end(text, context["messages"]) if continue_final_message else text
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         if tools and "tool_use" in self._templates:
@@ -104,6 +111,21 @@ class ChatTemplate:
                 )
             pieces.append(piece)
         return "".join(pieces)
+
+
+def _without_end(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt up to the end of the last message's content, which templates may have trimmed."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str) and content.strip():
+        for form in (content, content.rstrip(), content.strip()):
+            place = text.rfind(form)
+            if place >= 0:
+                return text[: place + len(form)]
+    raise RequestError(
+        "'continue_final_message' needs a last message with text that the model's chat template "
+        "shows as it is",
+        "continue_final_message",
+    )
 
 
 def _refuse_reserved(kwargs: Mapping[str, Any]) -> None:
@@ -174,8 +196,8 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> TimedSandbox:
+    environment = TimedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json

@@ -10,10 +10,21 @@ from dataclasses import dataclass, field
 
 from toque.errors import EngineError
 from toque.serve.failures import FailedCall, from_refusal, shutting_down
-from toque.serve.prepare import Job, Prompt
+from toque.serve.prepare import Job
+from toque.serve.prompts import Prompt
 from toque.serve.service import TextTokenizer
 from toque.serve.stream import TextStream
-from toque.types import Event, Finished, FinishReason, Logprob, Refused, TokenId, Tokens, Usage
+from toque.types import (
+    Event,
+    Finished,
+    FinishReason,
+    Logprob,
+    PromptScores,
+    Refused,
+    TokenId,
+    Tokens,
+    Usage,
+)
 
 
 @dataclass(slots=True)
@@ -40,9 +51,17 @@ class Choice:
         self.stop_reason: str | int | None = None  # the client's stop string or id that matched
         self.usage: Usage | None = None  # the engine's; None until it has finished
         self.num_tokens = 0
+        self.begun = False  # its first token has come, or its end
+        self.scores: list[Logprob] = []  # of the prompt's tokens from the second on
         self._job = job
+        self._min_tokens = request.sampling.min_tokens
         self._delta = Delta()
-        self._stream = TextStream(tokenizer, request.sampling.stop, job.skip_special_tokens)
+        self._stream = TextStream(
+            tokenizer,
+            request.sampling.stop,
+            job.show.skip_special_tokens,
+            job.show.include_stop,
+        )
 
     @property
     def completion_tokens(self) -> int:
@@ -57,8 +76,12 @@ class Choice:
         """
         match event:
             case Tokens():
+                self.begun = True
                 return self._feed_tokens(event)
+            case PromptScores():
+                self.scores += event.logprobs
             case Finished():
+                self.begun = True
                 self._feed_finished(event)
             case Refused():
                 raise FailedCall(from_refusal(event))
@@ -74,15 +97,23 @@ class Choice:
         for place, token_id in enumerate(event.ids):
             self.num_tokens += 1
             self._delta.ids.append(token_id)
-            if token_id in self._job.end_ids:
-                continue  # the last one; it has no text and no entry in logprobs
-            if place < len(event.logprobs):
+            ends = token_id in self._job.end_ids  # then it is the last one and has no text …
+            if place < len(event.logprobs) and not (ends and self._hides_end):
                 self._delta.logprobs.append((token_id, event.logprobs[place]))
-            self._add_text(self._stream.push(token_id))
+            if ends:
+                continue
+            may_stop = self.num_tokens > self._min_tokens
+            self._add_text(self._stream.push(token_id, may_stop))
             if self._stream.stopped is not None:
                 self._stop_at_string()
                 return True
         return False
+
+    @property
+    def _hides_end(self) -> bool:
+        """… and no entry in logprobs, unless the prompt's tokens have theirs too: evaluation
+        harnesses cut the generated token's entry off by its place, so there must be one."""
+        return self._job.show.echo_logprobs is None
 
     def _feed_finished(self, event: Finished) -> None:
         self.usage = event.usage
@@ -107,3 +138,17 @@ class Choice:
     def _add_text(self, text: str) -> None:
         if text:
             self._delta.text.append(text)
+
+    @property
+    def can_open(self) -> bool:
+        """Whether a stream may begin: there is a token, or an end, and the prompt's scores."""
+        missing = 0 if self._hides_end else len(self.prompt.tokens) - 1 - len(self.scores)
+        return self.begun and missing == 0
+
+
+def choices_of(job: Job, tokenizer: TextTokenizer) -> list[Choice]:
+    """One per request. The choices of one prompt share its scores, which the first one gets."""
+    choices = [Choice(index, job, tokenizer) for index in range(len(job.requests))]
+    for choice in choices:
+        choice.scores = choices[choice.index // job.n * job.n].scores
+    return choices

@@ -1,24 +1,20 @@
-"""Open connections by peer, and the guard against clients that do not read.
+"""Open connections by peer, and the guard against clients that do not read, or write too slowly.
 
-Owns: the set of open transports and since when each has been full. Knows: uvicorn's protocol.
-Does not know: what is sent on them.
+Owns: the set of open transports, since when each has been full, since when its request is coming.
+Knows: asyncio's transports. Does not know: HTTP.
 
 A transport whose buffer is full pauses its writer until the client has read most of it. A pause
 (or a closing transport's unsent rest) that lasts too long means a client that left its stream
-unread: the connection is cut, and the writer behind it sees a disconnect.
+unread: the connection is cut, and the writer behind it sees a disconnect. A request that takes too
+long to arrive, first byte to last, is cut too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
-
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from toque.serve.failures import Failure
 
 
 class Connections:
@@ -28,16 +24,26 @@ class Connections:
         self._clock = clock
         self._open: dict[asyncio.Transport, Any] = {}  # transport -> its peer name
         self._full_since_s: dict[asyncio.Transport, float] = {}
+        self._coming_since_s: dict[asyncio.Transport, float] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def opened(self, transport: asyncio.Transport, peer: Any) -> None:
         self._open[transport] = peer
+        self.coming(transport)  # who connects means to ask
+
+    def coming(self, transport: asyncio.Transport) -> None:
+        """A request begins to arrive."""
+        self._coming_since_s.setdefault(transport, self._clock())
+
+    def arrived(self, transport: asyncio.Transport) -> None:
+        self._coming_since_s.pop(transport, None)
 
     def closed(self, transport: asyncio.Transport) -> None:
         self._open.pop(transport, None)
         self._full_since_s.pop(transport, None)
+        self._coming_since_s.pop(transport, None)
 
     def full(self, transport: asyncio.Transport) -> None:
         self._full_since_s.setdefault(transport, self._clock())
@@ -55,11 +61,18 @@ class Connections:
         for transport in self._open:
             if transport.is_closing():
                 self.full(transport)  # closed by us: only its unread rest keeps it open
+        return self._cut_since(self._full_since_s, timeout_s)
+
+    def cut_late(self, timeout_s: float) -> int:
+        """Drop connections whose request has been coming for too long; returns how many."""
+        return self._cut_since(self._coming_since_s, timeout_s)
+
+    def _cut_since(self, since_s: dict[asyncio.Transport, float], timeout_s: float) -> int:
         limit_s = self._clock() - timeout_s
-        slow = [t for t, since_s in self._full_since_s.items() if since_s < limit_s]
-        for transport in slow:
+        over = [transport for transport, begun_s in since_s.items() if begun_s < limit_s]
+        for transport in over:
             self._abort(transport)
-        return len(slow)
+        return len(over)
 
     def unsent_bytes(self) -> int:
         return sum(transport.get_write_buffer_size() for transport in self._open)
@@ -71,46 +84,3 @@ class Connections:
     def _abort(self, transport: asyncio.Transport) -> None:
         self.closed(transport)  # now, so that no connection is cut and counted twice
         transport.abort()
-
-
-def _send_without_delay(transport: asyncio.Transport) -> None:
-    """asyncio does this only for sockets made with proto=IPPROTO_TCP, which a bound one may not be.
-
-    Without it a small write waits for the client's delayed acknowledgement: 40 ms per answer.
-    """
-    sock = transport.get_extra_info("socket")
-    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def tracked_protocol(connections: Connections) -> type[HttpToolsProtocol]:
-    """uvicorn's HTTP protocol, registering its transports and answering in our error shape."""
-
-    class TrackedProtocol(HttpToolsProtocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            _send_without_delay(transport)
-            connections.opened(transport, self.client)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            connections.closed(self.transport)
-            super().connection_lost(exc)
-
-        def pause_writing(self) -> None:
-            connections.full(self.transport)
-            super().pause_writing()
-
-        def resume_writing(self) -> None:
-            connections.drained(self.transport)
-            super().resume_writing()
-
-        def send_400_response(self, msg: str) -> None:
-            body = Failure(400, "this is not a valid HTTP request").body()
-            head = (
-                b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-                b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            )
-            self.transport.write(head + body)
-            self.transport.close()
-
-    return TrackedProtocol

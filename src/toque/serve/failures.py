@@ -23,6 +23,7 @@ _CODES = {
     405: "method_not_allowed",
     413: "request_too_large",
     429: "overloaded",
+    431: "request_header_fields_too_large",
     500: "internal_error",
     503: "unavailable",
 }

@@ -69,20 +69,10 @@ _BOTH: dict[str, Rule] = {
     "guided_grammar": Refused(),
     "use_beam_search": Refused((None, False)),
     "length_penalty": Refused((None, 1.0)),
-    "include_stop_str_in_output": Refused((None, False)),
     "spaces_between_special_tokens": Refused((None, True)),
-    "truncate_prompt_tokens": Refused(),
-    "truncation_side": Refused(),
-    "allowed_token_ids": Refused(),
-    "bad_words": Refused((None, [])),
-    "prompt_logprobs": Refused(),
     "logprob_token_ids": Refused(),
     "prompt_embeds": Refused(),
-    "priority": Refused((None, 0)),
-    "request_id": Refused(),
     "session_id": Refused(),
-    "cache_salt": Refused(),
-    "return_tokens_as_token_ids": Refused((None, False)),
     "return_token_offsets": Refused((None, False)),
     "kv_transfer_params": Refused(),
     "ec_transfer_params": Refused(),
@@ -97,8 +87,6 @@ _BOTH: dict[str, Rule] = {
 COMPLETION_RULES: Rules = {
     **_BOTH,
     "best_of": Refused((None, 1)),
-    "suffix": Refused((None, "")),
-    "add_special_tokens": Refused((None, True)),
 }
 
 CHAT_RULES: Rules = {
@@ -117,7 +105,6 @@ CHAT_RULES: Rules = {
     "verbosity": Refused(),
     "web_search_options": Refused(),
     "echo": Refused((None, False)),
-    "continue_final_message": Refused((None, False)),
     "add_special_tokens": Refused((None, False)),
     "documents": Refused((None, [])),
     "chat_template": Refused(),
@@ -141,7 +128,6 @@ MESSAGE_RULES: Rules = {
 STREAM_OPTION_RULES: Rules = {"include_obfuscation": Refused((None, False))}
 
 TOKENIZE_RULES: Rules = {
-    "continue_final_message": Refused((None, False)),
     "chat_template": Refused(),
     "tools": Refused((None, [])),
     "mm_processor_kwargs": Refused((None, {})),
@@ -150,9 +136,15 @@ TOKENIZE_RULES: Rules = {
 
 
 def screen(
-    data: Mapping[str, Any], implemented: Collection[str], rules: Rules, where: str = ""
+    data: Mapping[str, Any],
+    implemented: Collection[str],
+    rules: Rules,
+    where: str = "",
+    lenient: bool = False,
 ) -> dict[str, Any]:
     """The implemented fields of `data`; `where` is the path of `data` in the body.
+
+    `lenient` leaves unknown fields out (--allow-unknown-fields); known ones are still refused.
 
     Raises:
         RequestError: a field that is unknown, or refused with a value that is not neutral.
@@ -161,7 +153,7 @@ def screen(
     for name, value in data.items():
         if name in implemented:
             kept[name] = value
-        else:
+        elif name in rules or not lenient:
             _judge(where + short(name), value, rules.get(name))
     return kept
 

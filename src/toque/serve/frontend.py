@@ -31,6 +31,8 @@ from toque.types import (
     FromEngine,
     Heartbeat,
     Hello,
+    Load,
+    Refused,
     Request,
     Shutdown,
     StepReport,
@@ -109,6 +111,7 @@ class EngineClient:
     def __init__(self, port: ServePort, metrics: Metrics, clock: Clock = time.monotonic) -> None:
         self.hello: Hello | None = None
         self.failure: EngineError | None = None
+        self.load = Load()
         self.predicted_ms = 0.0
         self.said_hello = asyncio.Event()
         self.gone = asyncio.Event()
@@ -226,12 +229,14 @@ class EngineClient:
                 self._metrics.heartbeat(message.predicted_ms)
             case Hello():
                 self.hello = message
+                self.load = Load(free_pages=message.total_pages, total_pages=message.total_pages)
                 self._metrics.hello(message, __version__)
                 self.said_hello.set()
             case EngineFailed():
                 raise EngineError(message.message)
 
     def _report(self, report: StepReport, now_s: float) -> None:
+        self.load = report.load
         self._metrics.step(report)
         gaps_s: dict[float, int] = defaultdict(int)
         for event in report.events:
@@ -240,7 +245,7 @@ class EngineClient:
                 continue
             if isinstance(event, Tokens):
                 self._timed(entry, len(event.ids), now_s, gaps_s)
-            else:
+            elif isinstance(event, Finished | Refused):
                 del self._open[event.id]
             if isinstance(event, Finished):
                 self._metrics.finished(event)

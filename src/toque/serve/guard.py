@@ -145,7 +145,7 @@ async def _preflight(send: Send, headers: _Headers) -> None:
 def _with_cors(send: Send, origin: str) -> Send:
     extra: list[tuple[bytes, bytes]] = [
         (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-expose-headers", b"toque-seed, retry-after"),
+        (b"access-control-expose-headers", b"toque-seed, toque-max-tokens, retry-after"),
         (b"vary", b"Origin"),
     ]
 

@@ -1,4 +1,4 @@
-"""Routes for operators: /health, /ready, /version, /metrics.
+"""Routes for operators: /health, /ready, /ping, /load, /version, /metrics.
 
 Owns: nothing. Knows: what healthy means. Does not know: the OpenAI routes.
 
@@ -39,12 +39,27 @@ def operator_routes(service: Service) -> APIRouter:
             raise FailedCall(failure)
         return JSONResponse({"status": "ok"})
 
+    router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
+    for method in ("GET", "POST"):
+        name = f"ping_{method.lower()}"
+        router.add_api_route(
+            "/ping", health, methods=[method], operation_id=name, summary="As /health"
+        )
+
+    @router.get("/load", summary="What the engine holds now")
+    async def load() -> Response:
+        load = service.client.load
+        fields = {name: getattr(load, name) for name in load.__struct_fields__}
+        return JSONResponse({"server_load": service.client.open_requests, **fields})
+
     @router.get("/ready", summary="Would a request be taken now?")
     async def ready() -> Response:
         failure = service.not_serving() or unhealthy(service)
         if failure is not None:
             raise FailedCall(failure)
         return JSONResponse({"status": "ready"})
+
+    router.add_api_route("/ready", ready, methods=["HEAD"], include_in_schema=False)
 
     @router.get("/version", summary="Version of the server")
     async def version() -> Response:

@@ -10,12 +10,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from toque.config import ServeOptions
 from toque.errors import RequestError
 from toque.serve.failures import FailedCall, Failure
 from toque.serve.frontend import ClientGone
-from toque.serve.prepare import chat_job, chat_tokens, completion_job
+from toque.serve.prepare import chat_job, completion_job
+from toque.serve.prompts import chat_tokens
 from toque.serve.schema import (
     ChatBody,
     CompletionBody,
@@ -29,16 +32,15 @@ from toque.serve.service import Service, TextTokenizer, check_ids
 from toque.serve.sse import GenerationResponse
 from toque.types import Hello
 
-GENERATION_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
 
-
-async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
+async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
     """The body as an object, whatever its Content-Type says (`curl -d` sends a form's).
 
     Raises:
         FailedCall: 413, at the declared length or at the limit. RequestError: not a JSON object.
         ClientGone: the body never came.
     """
+    limit_bytes = options.max_body_bytes
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise FailedCall(_too_large(limit_bytes))
@@ -52,7 +54,7 @@ async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
         more = message.get("more_body", False)
         if len(body) > limit_bytes:
             raise FailedCall(_too_large(limit_bytes))
-    return decode_json(bytes(body))
+    return decode_json(bytes(body), options.max_json_depth)
 
 
 def _too_large(limit_bytes: int) -> Failure:
@@ -84,12 +86,13 @@ def query_of(model: type[BaseModel]) -> dict[str, Any]:
 
 def openai_routes(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
-    limit_bytes = service.options.max_body_bytes
+    options = service.options
+    lenient = options.allow_unknown_fields
 
     @router.post("/completions", summary="Continue a prompt", openapi_extra=body_of(CompletionBody))
     async def completions(request: Request) -> Response:
         arrived_s = time.monotonic()
-        body = check(CompletionBody, await _ready_json(request))
+        body = check(CompletionBody, await _ready_json(request), lenient)
         return GenerationResponse(service, await completion_job(service, body, arrived_s))
 
     @router.get(
@@ -101,7 +104,7 @@ def openai_routes(service: Service) -> APIRouter:
         arrived_s = time.monotonic()
         service.require_ready()
         data = query_data(request.query_params.multi_items())
-        body = check(CompletionBody, data, strict=False)
+        body = check(CompletionBody, data, lenient, strict=False)
         return GenerationResponse(service, await completion_job(service, body, arrived_s))
 
     @router.post(
@@ -109,7 +112,7 @@ def openai_routes(service: Service) -> APIRouter:
     )
     async def chat(request: Request) -> Response:
         arrived_s = time.monotonic()
-        body = check(ChatBody, await _ready_json(request))
+        body = check(ChatBody, await _ready_json(request), lenient)
         return GenerationResponse(service, await chat_job(service, body, arrived_s))
 
     @router.get("/models", summary="The served model")
@@ -119,8 +122,16 @@ def openai_routes(service: Service) -> APIRouter:
         cards = [_model_card(name, hello, service.started_unix_s) for name in names]
         return JSONResponse({"object": "list", "data": cards})
 
+    @router.get("/models/{name:path}", summary="One served name of the model")
+    async def model(name: str) -> Response:
+        if not name:
+            raise HTTPException(404, "Not Found")
+        hello, _ = service.require_ready()
+        served = service.model_name(hello, name)
+        return JSONResponse(_model_card(served, hello, service.started_unix_s))
+
     async def _ready_json(request: Request) -> dict[str, Any]:
-        data = await read_json(request, limit_bytes)
+        data = await read_json(request, options)
         service.require_ready()
         return data
 
@@ -141,15 +152,16 @@ def _model_card(name: str, hello: Hello, created_unix_s: int) -> dict[str, Any]:
 
 def token_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["tokens"])
-    limit_bytes = service.options.max_body_bytes
+    options = service.options
+    lenient = options.allow_unknown_fields
 
     @router.post(
         "/tokenize", summary="Text or messages to ids", openapi_extra=body_of(TokenizeBody)
     )
     async def tokenize(request: Request) -> Response:
-        data = await read_json(request, limit_bytes)
+        data = await read_json(request, options)
         hello, tokenizer = service.require_ready()
-        body = check(TokenizeBody, data)
+        body = check(TokenizeBody, data, lenient)
         service.model_name(hello, body.model)
         ids = await _encode(service, tokenizer, body)
         answer = {
@@ -162,9 +174,9 @@ def token_routes(service: Service) -> APIRouter:
 
     @router.post("/detokenize", summary="Ids to text", openapi_extra=body_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        data = await read_json(request, limit_bytes)
+        data = await read_json(request, options)
         hello, tokenizer = service.require_ready()
-        body = check(DetokenizeBody, data)
+        body = check(DetokenizeBody, data, lenient)
         service.model_name(hello, body.model)
         check_ids(body.tokens, hello.vocab_size, "tokens")
         text = await service.text_work(
@@ -190,12 +202,10 @@ async def _encode(service: Service, tokenizer: TextTokenizer, body: TokenizeBody
             "'add_special_tokens' with 'messages' is not supported: the chat template writes them",
             "add_special_tokens",
         )
-    return await chat_tokens(
-        service, tokenizer, messages or [], body.add_generation_prompt, body.chat_template_kwargs
-    )
+    return await chat_tokens(service, tokenizer, body, messages or [])
 
 
 def _only_with_messages(body: TokenizeBody) -> None:
-    for name in ("add_generation_prompt", "chat_template_kwargs"):
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
         if getattr(body, name) is not None:
             raise RequestError(f"'{name}' needs 'messages'", name)

@@ -5,23 +5,29 @@ Owns: nothing. Knows: limits, the vocabulary's size. Does not know: prompts, the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from toque.config import ServeOptions
 from toque.errors import RequestError
 from toque.serve.failures import short
 from toque.serve.schema import (
-    MAX_LOGIT_BIAS,
+    MAX_BAD_WORDS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
-    MAX_STOPS,
     Sampling,
 )
-from toque.serve.service import check_ids
+from toque.serve.service import TextTokenizer, check_ids
 from toque.types import Hello, SamplingParams
 
 
 def sampling_params(
-    body: Sampling, hello: Hello, max_tokens: int | None, logprobs: int | None, seed: int
+    body: Sampling,
+    hello: Hello,
+    limits: ServeOptions,
+    max_tokens: int | None,
+    logprobs: int | None,
+    seed: int,
 ) -> SamplingParams:
     """`max_tokens` is as asked, None = the rest of the context. Raises RequestError."""
     min_tokens = body.min_tokens or 0
@@ -38,12 +44,13 @@ def sampling_params(
         repetition_penalty=_or(body.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(body.logit_bias or {}, hello.vocab_size),
+        logit_bias=_logit_bias(body.logit_bias or {}, hello.vocab_size, limits.max_logit_bias),
+        allowed_token_ids=_allowed_ids(body.allowed_token_ids, hello.vocab_size),
         logprobs=logprobs,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),
-        stop=_stops(body.stop),
+        stop=_stops(body.stop, limits.max_stop_strings),
         stop_token_ids=_stop_ids(body.stop_token_ids or [], hello.vocab_size),
         n=body.n or 1,
     )
@@ -53,10 +60,12 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+def _stops(stop: str | list[str] | None, most: int) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > MAX_STOPS:
-        raise RequestError(f"'stop' has {len(stops)} strings; at most {MAX_STOPS}", "stop")
+    if len(stops) > most:
+        raise RequestError(
+            f"'stop' has {len(stops)} strings; at most {most} (--max-stop-strings)", "stop"
+        )
     if any(not 1 <= len(text) <= MAX_STOP_CHARS for text in stops):
         raise RequestError(
             f"each string of 'stop' must have 1 to {MAX_STOP_CHARS} characters", "stop"
@@ -72,10 +81,53 @@ def _stop_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _logit_bias(bias: dict[str, Any], vocab_size: int) -> dict[int, float]:
+def _allowed_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    name = "allowed_token_ids"
+    if len(ids) > vocab_size:
+        raise RequestError(f"'{name}' has more ids than the {vocab_size} of the vocabulary", name)
+    check_ids(ids, vocab_size, name)
+    return tuple(dict.fromkeys(ids))
+
+
+def check_choice_left(params: SamplingParams, end_ids: Iterable[int]) -> None:
+    """Raises RequestError where the bans leave nothing of what is allowed."""
+    banned = {word[0] for word in params.bad_words if len(word) == 1}
+    if params.min_tokens:
+        banned |= {*end_ids, *params.stop_token_ids}
+    if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+        raise RequestError(
+            "'allowed_token_ids' leaves no token that 'bad_words' and 'min_tokens' allow",
+            "allowed_token_ids",
+        )
+
+
+def bad_words(words: list[str], tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
+    """The spellings of each word, at the beginning of a text and after a space.
+
+    Raises RequestError. Other spellings of the same text, by other tokens, stay possible: a ban
+    is of tokens, as in vLLM.
+    """
+    name = "bad_words"
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(f"'{name}' has {len(words)} texts; at most {MAX_BAD_WORDS}", name)
+    spelled: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not 1 <= len(word) <= MAX_STOP_CHARS or not word.strip():
+            raise RequestError(
+                f"each text of '{name}' must have 1 to {MAX_STOP_CHARS} characters, not all blank",
+                name,
+            )
+        for text in (word, " " + word.lstrip(" ")):
+            spelled[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    return tuple(spelled)
+
+
+def _logit_bias(bias: dict[str, Any], vocab_size: int, most: int) -> dict[int, float]:
     name = "logit_bias"
-    if len(bias) > MAX_LOGIT_BIAS:
-        message = f"'{name}' has {len(bias)} entries; at most {MAX_LOGIT_BIAS}"
+    if len(bias) > most:
+        message = f"'{name}' has {len(bias)} entries; at most {most} (--max-logit-bias)"
         raise RequestError(message, name)
     checked: dict[int, float] = {}
     for key, value in bias.items():

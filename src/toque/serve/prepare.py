@@ -1,41 +1,40 @@
 """From a checked body to the engine's Requests: tokens, sampling, one Request per choice.
 
-Owns: nothing. Knows: the model's context and vocabulary (Hello), the tokenizer, limits.
+Owns: nothing. Knows: the model's context and vocabulary (Hello), limits.
 Does not know: HTTP, the shapes of answers. Every 400 of a generation route has happened by here.
 """
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from msgspec import structs
 
 from toque.errors import RequestError
-from toque.serve import fields
-from toque.serve.failures import FailedCall, Failure, short
-from toque.serve.params import sampling_params
-from toque.serve.schema import (
-    MAX_PROMPTS,
-    MAX_SEQUENCES,
-    ChatBody,
-    CompletionBody,
-    StreamOptions,
-)
-from toque.serve.service import Service, TextTokenizer, check_ids
-from toque.types import Hello, Request, SamplingParams
+from toque.serve.failures import short
+from toque.serve.params import bad_words, check_choice_left, sampling_params
+from toque.serve.prompts import Prompt, chat_prompt, completion_prompts
+from toque.serve.schema import ChatBody, CompletionBody, Sampling, StreamOptions
+from toque.serve.service import Service
+from toque.types import Request, SamplingParams
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-_ROLES = ("system", "developer", "user", "assistant")
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: tuple[int, ...]
-    echo: str = ""  # what comes before the output, where the client asked for it
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Show:
+    """What of an answer is shown, and how."""
+
+    skip_special_tokens: bool
+    return_token_ids: bool
+    include_stop: bool  # the stop string stays at the end of the text
+    tokens_as_ids: bool  # logprobs spell a token as "token_id:7"
+    echo_logprobs: int | None = None  # alternatives per echoed token; None = no logprobs of them
+    prompt_logprobs: int | None = None  # the same in vLLM's form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +51,9 @@ class Job:
     end_ids: frozenset[int]  # of the model and of the request: they end it and are not shown
     stream: bool
     options: StreamOptions
-    skip_special_tokens: bool
-    return_token_ids: bool
+    show: Show
+    client_id: str | None  # the client's own name of the call, unique among open ones
+    cut_to_tokens: int | None  # what is left of max_tokens, where the context cuts it
 
     @property
     def sampling(self) -> SamplingParams:
@@ -63,138 +63,22 @@ class Job:
 async def completion_job(service: Service, body: CompletionBody, arrived_s: float) -> Job:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     hello, tokenizer = service.require_ready()
-    model = service.model_name(hello, body.model)
-    if body.echo and body.logprobs is not None:
-        raise RequestError("'echo' together with 'logprobs' is not supported", "echo")
-    texts = _prompt_list(body.prompt)
-    _check_sequences(len(texts), body.n or 1)
-    size_chars = sum(len(text) for text in texts if isinstance(text, str))
-    prompts = await service.text_work(
-        size_chars, lambda: [_tokenize(tokenizer, hello, text, bool(body.echo)) for text in texts]
-    )
-    for prompt in prompts:
-        _check_prompt(prompt.tokens, hello, "prompt")
-    asked = body.max_tokens or COMPLETION_TOKENS
-    return _job(service, hello, model, body, prompts, asked, body.logprobs, arrived_s)
+    asked = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if asked == 0 and not body.echo and body.prompt_logprobs is None:
+        raise RequestError(
+            "'max_tokens' is 0, which needs 'echo' or 'prompt_logprobs'", "max_tokens"
+        )
+    service.model_name(hello, body.model)
+    prompts = await completion_prompts(service, hello, tokenizer, body)
+    return _job(service, body, prompts, asked, body.logprobs, arrived_s)
 
 
 async def chat_job(service: Service, body: ChatBody, arrived_s: float) -> Job:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     hello, tokenizer = service.require_ready()
-    model = service.model_name(hello, body.model)
-    _check_sequences(1, body.n or 1)
-    tokens = await chat_tokens(
-        service, tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
-    )
-    _check_prompt(tokens, hello, "messages")
-    prompts = [Prompt(tuple(tokens))]
-    return _job(
-        service, hello, model, body, prompts, _chat_limit(body), _chat_logprobs(body), arrived_s
-    )
-
-
-async def chat_tokens(
-    service: Service,
-    tokenizer: TextTokenizer,
-    messages: list[dict[str, Any]],
-    add_generation_prompt: bool | None,
-    template_kwargs: Mapping[str, Any] | None,
-) -> list[int]:
-    """The prompt of a conversation. Raises RequestError."""
-    plain = [_message(message, f"messages[{i}].") for i, message in enumerate(messages)]
-    kwargs = dict(template_kwargs or {})
-    if "add_generation_prompt" in kwargs:
-        path = "chat_template_kwargs.add_generation_prompt"
-        raise RequestError(f"'{path}' is a field of its own; use that", path)
-    generation = add_generation_prompt is not False
-    size_chars = sum(len(message["content"]) for message in plain)
-    return await service.text_work(
-        size_chars,
-        lambda: tokenizer.encode_chat(plain, add_generation_prompt=generation, **kwargs),
-    )
-
-
-# ------------------------------------------------------------------------------------- prompts
-
-
-def _prompt_list(prompt: Any) -> list[str | list[int]]:
-    prompts: list[str | list[int]]
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        prompts = [prompt]
-    else:
-        prompts = prompt
-    if not prompts or any(not p for p in prompts):
-        raise RequestError("'prompt' must not be empty", "prompt")
-    if len(prompts) > MAX_PROMPTS:
-        raise RequestError(
-            f"'prompt' holds {len(prompts)} prompts; at most {MAX_PROMPTS}", "prompt"
-        )
-    return prompts
-
-
-def _check_sequences(prompts: int, n: int) -> None:
-    if prompts * n > MAX_SEQUENCES:
-        raise RequestError(
-            f"{prompts} prompts x 'n' {n} are too many; at most {MAX_SEQUENCES} sequences", "n"
-        )
-
-
-def _tokenize(
-    tokenizer: TextTokenizer, hello: Hello, prompt: str | list[int], echo: bool
-) -> Prompt:
-    if isinstance(prompt, str):
-        return Prompt(tuple(tokenizer.encode(prompt)), prompt if echo else "")
-    check_ids(prompt, hello.vocab_size, "prompt")
-    return Prompt(tuple(prompt), tokenizer.decode(prompt) if echo else "")
-
-
-def _check_prompt(tokens: tuple[int, ...] | list[int], hello: Hello, param: str) -> None:
-    if not tokens:
-        raise RequestError(f"'{param}' has no tokens", param)
-    if len(tokens) >= hello.max_model_len:
-        message = (
-            f"the prompt has {len(tokens)} tokens; the context of {hello.max_model_len} tokens "
-            f"holds at most {hello.max_model_len - 1} and one to generate"
-        )
-        raise FailedCall(Failure(400, message, param, "context_length_exceeded"))
-
-
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message as templates expect it: role, content as one text, and a name where given."""
-    kept = fields.screen(message, ("role", "content", "name"), fields.MESSAGE_RULES, where)
-    role, name = kept.get("role"), kept.get("name")
-    if role not in _ROLES:
-        shown = short(str(role), 24)
-        raise RequestError(
-            f"'{where}role' must be one of {', '.join(_ROLES)}; it is {shown}", where + "role"
-        )
-    if name is not None and not isinstance(name, str):
-        raise RequestError(f"'{where}name' must be a string", where + "name")
-    plain = {
-        "role": "system" if role == "developer" else role,  # the newer name of the same role
-        "content": _content(kept.get("content"), where + "content"),
-    }
-    return plain if name is None else {**plain, "name": name}
-
-
-def _content(content: Any, path: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise RequestError(f"'{path}' must be a string or a list of text parts", path)
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
-
-
-def _part(part: Any, path: str) -> str:
-    if not isinstance(part, dict):
-        raise RequestError(f"'{path}' must be an object with type 'text'", path)
-    if part.get("type") != "text":
-        kind = short(str(part.get("type")), 24)
-        raise RequestError(f"'{path}': parts of type '{kind}' are not supported", path)
-    kept = fields.screen(part, ("type", "text"), {}, path + ".")
-    if not isinstance(kept.get("text"), str):
-        raise RequestError(f"'{path}.text' must be a string", path + ".text")
-    return str(kept["text"])
+    service.model_name(hello, body.model)
+    prompt = await chat_prompt(service, hello, tokenizer, body)
+    return _job(service, body, [prompt], _chat_limit(body), _chat_logprobs(body), arrived_s)
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -217,62 +101,105 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     return None
 
 
+def _show(body: CompletionBody | ChatBody) -> Show:
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("'prompt_logprobs' with 'stream' is not supported", "prompt_logprobs")
+    scored = body.logprobs if isinstance(body, CompletionBody) and body.echo else None
+    return Show(
+        skip_special_tokens=body.skip_special_tokens is not False,
+        return_token_ids=bool(body.return_token_ids),
+        include_stop=bool(body.include_stop_str_in_output),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        echo_logprobs=scored,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def _check_names(service: Service, body: Sampling) -> None:
+    """The fields that name the call. Raises RequestError."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("'stream_options' needs 'stream' to be true", "stream_options")
+    if body.request_id is not None and not _CLIENT_ID.fullmatch(body.request_id):
+        raise RequestError(
+            f"'request_id' must be 1 to 128 letters, digits or any of ._:- and is "
+            f"'{short(body.request_id, 24)}'",
+            "request_id",
+        )
+    hello, _ = service.require_ready()
+    if body.priority and hello.scheduling_policy != "priority":
+        raise RequestError(
+            "'priority' is not supported by this server's order of service; start it with "
+            "--scheduling-policy priority",
+            "priority",
+        )
+
+
 def _job(
     service: Service,
-    hello: Hello,
-    model: str,
     body: CompletionBody | ChatBody,
     prompts: list[Prompt],
     max_tokens: int | None,
     logprobs: int | None,
     arrived_s: float,
 ) -> Job:
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("'stream_options' needs 'stream' to be true", "stream_options")
+    _check_names(service, body)
+    hello, tokenizer = service.require_ready()
     chat = isinstance(body, ChatBody)
-    job_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-    shared = sampling_params(body, hello, max_tokens, logprobs, service.seed(body.seed))
+    show = _show(body)
+    seed = service.seed(body.seed)
+    shared = sampling_params(body, hello, service.options, max_tokens, logprobs, seed)
+    scored = [k for k in (show.echo_logprobs, show.prompt_logprobs) if k is not None]
+    shared = structs.replace(
+        shared,
+        prompt_logprobs=max(scored, default=None),
+        bad_words=bad_words(body.bad_words or [], tokenizer),
+    )
     ends = () if shared.ignore_eos else hello.end_token_ids
-    n = body.n or 1
+    check_choice_left(shared, ends)
+    requests = _requests(body, prompts, shared, hello.max_model_len, arrived_s)
+    least = min(r.sampling.max_tokens or 0 for r in requests)
     return Job(
-        id=job_id,
+        id=f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
         chat=chat,
-        model=model,
+        model=service.model_name(hello, body.model),
         created_unix_s=int(time.time()),
-        requests=_requests(job_id, prompts, n, shared, hello.max_model_len, arrived_s),
+        requests=requests,
         prompts=tuple(prompts),
-        n=n,
+        n=body.n or 1,
         end_ids=frozenset((*ends, *shared.stop_token_ids)),
         stream=bool(body.stream),
         options=body.stream_options or StreamOptions(),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        return_token_ids=bool(body.return_token_ids),
+        show=show,
+        client_id=body.request_id,
+        cut_to_tokens=least if max_tokens is not None and least < max_tokens else None,
     )
 
 
 def _requests(
-    job_id: str,
+    body: Sampling,
     prompts: list[Prompt],
-    n: int,
     shared: SamplingParams,
     context: int,
     arrived_s: float,
 ) -> tuple[Request, ...]:
     """One per choice of each prompt, its output cut to what the context leaves."""
     requests: list[Request] = []
+    name = uuid.uuid4().hex  # never the client's: an id is unique over the server's life
     for prompt in prompts:
         room = context - len(prompt.tokens)
         most = room if shared.max_tokens is None else min(room, shared.max_tokens)
         sampling = structs.replace(shared, max_tokens=most, min_tokens=min(most, shared.min_tokens))
-        for choice in range(n):
-            request_id = f"{job_id}-{len(requests)}"
+        unscored = structs.replace(sampling, prompt_logprobs=None)
+        for choice in range(body.n or 1):
             requests.append(
                 Request(
-                    id=request_id,
+                    id=f"{name}-{len(requests)}",
                     prompt=prompt.tokens,
-                    sampling=sampling,
+                    sampling=unscored if choice else sampling,  # its prompt is scored once
                     arrived_s=arrived_s,
                     choice=choice,
+                    cache_salt=body.cache_salt or "",
+                    priority=body.priority or 0,
                 )
             )
     return tuple(requests)

@@ -8,7 +8,7 @@ Bodies are read strictly (a string is no number); the browser's GET form is read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,11 +19,10 @@ from toque.serve.failures import short
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
-MAX_SEQUENCES = 1024  # prompts x n
-MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_SALT_CHARS = 256
 MAX_LOGPROBS = 20
 
 # A long list of wrong things costs one error, not one per element.
@@ -54,7 +53,8 @@ class Sampling(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | Texts | None = Field(None, description=f"At most {MAX_STOPS} strings.")
+    stop: str | Texts | None = Field(None, description="At most --max-stop-strings of them.")
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
@@ -62,6 +62,17 @@ class Sampling(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Any] | None = Field(None, description="Token id: bias, -100 to 100.")
+    bad_words: Texts | None = Field(None, description="Texts that the output may not contain.")
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Not streamed.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep so many tokens of the prompt; -1 = what fits."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="Default left.")
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Lower comes first.")
+    request_id: str | None = Field(None, description="Names the answer; unique among open calls.")
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = Field(None, description="Default true.")
@@ -70,6 +81,9 @@ class Sampling(BaseModel):
 
 class CompletionBody(Sampling):
     prompt: PromptField
+    max_tokens: int | None = Field(None, ge=0, description="Default 16; 0 only reads the prompt.")
+    suffix: str | None = Field(None, description="Text after the gap that the model fills.")
+    add_special_tokens: bool | None = Field(None, description="Default true.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
 
@@ -80,6 +94,7 @@ class ChatBody(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = Field(None, description="Default true.")
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -93,6 +108,7 @@ class TokenizeBody(BaseModel):
     messages: Messages | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(None, description="Default: true with a prompt.")
     add_generation_prompt: bool | None = Field(None, description="Default true; messages only.")
+    continue_final_message: bool | None = Field(None, description="Messages only.")
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -120,7 +136,7 @@ _UNIONS = {
 }
 
 
-def decode_json(body: bytes) -> dict[str, Any]:
+def decode_json(body: bytes, max_depth: int = 64) -> dict[str, Any]:
     """The object in a request body.
 
     Raises:
@@ -131,14 +147,34 @@ def decode_json(body: bytes) -> dict[str, Any]:
     try:
         data = msgspec.json.decode(body)
     except RecursionError:
-        raise RequestError("the JSON is nested too deeply") from None
+        raise _too_deep(max_depth) from None
     except ValueError as error:
         raise RequestError(
             f"the request body is not valid JSON: {_position(error, body)}"
         ) from None
     if not isinstance(data, dict):
         raise RequestError("the request body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > max_depth and _is_deeper(data, max_depth):
+        raise _too_deep(max_depth)
     return data
+
+
+def _too_deep(max_depth: int) -> RequestError:
+    return RequestError(f"the JSON is nested too deeply; at most {max_depth} (--max-json-depth)")
+
+
+def _is_deeper(value: Any, max_depth: int) -> bool:
+    level = [value]
+    for _ in range(max_depth):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _position(error: ValueError, body: bytes) -> str:
@@ -154,19 +190,21 @@ def _position(error: ValueError, body: bytes) -> str:
     return str(error)
 
 
-def check(body: type[AnyBody], data: Mapping[str, Any], strict: bool = True) -> AnyBody:
-    """A body of checked types and ranges.
+def check(
+    body: type[AnyBody], data: Mapping[str, Any], lenient: bool = False, strict: bool = True
+) -> AnyBody:
+    """A body of checked types and ranges; `lenient` leaves out fields that nobody knows.
 
     Raises:
         RequestError: the first field at fault, by name.
     """
     rules = _RULES[body]
-    kept = fields.screen(data, body.model_fields, rules)
+    kept = fields.screen(data, body.model_fields, rules, "", lenient)
     options = kept.get("stream_options")
     if isinstance(options, dict):
         known = StreamOptions.model_fields
         kept["stream_options"] = fields.screen(
-            options, known, fields.STREAM_OPTION_RULES, "stream_options."
+            options, known, fields.STREAM_OPTION_RULES, "stream_options.", lenient
         )
     try:
         return body.model_validate(kept, strict=strict)
@@ -197,7 +235,7 @@ def query_data(pairs: list[tuple[str, str]]) -> dict[str, Any]:
     grouped: dict[str, list[str]] = {}
     for name, value in pairs:
         grouped.setdefault(name, []).append(value)
-    always_lists = {"stop_token_ids"}
+    always_lists = {"stop_token_ids", "allowed_token_ids", "bad_words"}
     return {
         name: values if len(values) > 1 or name in always_lists else values[0]
         for name, values in grouped.items()

@@ -26,9 +26,10 @@ from toque.errors import ToqueError
 from toque.ipc import ServePort
 from toque.metrics import Metrics
 from toque.serve.app import create_app
-from toque.serve.connections import Connections, tracked_protocol
+from toque.serve.connections import Connections
 from toque.serve.failures import FailedCall, shutting_down
 from toque.serve.frontend import EngineClient
+from toque.serve.protocol import tracked_protocol
 from toque.serve.service import Service, TextTokenizer
 
 log = logging.getLogger("toque.serve")
@@ -78,7 +79,7 @@ class Server:
         self.app = create_app(self.service)
         self._sock = sock
         self._options = options
-        self._http = _quiet_uvicorn(self.app, self.connections)
+        self._http = _quiet_uvicorn(self.app, self.connections, options)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -94,7 +95,8 @@ class Server:
         tasks = [
             http,
             asyncio.create_task(self.client.pump()),
-            asyncio.create_task(self._cut_slow_readers()),
+            asyncio.create_task(self._cut_slow_clients()),
+            asyncio.create_task(self._measure_delay()),
             loading := asyncio.create_task(self._load(load_tokenizer)),
         ]
         try:
@@ -144,7 +146,8 @@ class Server:
 
     def _url(self) -> str:
         host, port = self._sock.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if self._options.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     # ------------------------------------------------------------------------------------ ending
 
@@ -183,14 +186,26 @@ class Server:
 
     # ----------------------------------------------------------------------------------- running
 
-    async def _cut_slow_readers(self) -> None:
-        timeout_s = self._options.slow_reader_timeout
+    async def _cut_slow_clients(self) -> None:
+        unread_s, coming_s = self._options.slow_reader_timeout, self._options.read_timeout
         while True:
-            await asyncio.sleep(min(1.0, timeout_s / 4))
-            cut = self.client.cut_slow(timeout_s) + self.connections.cut_slow(timeout_s)
+            await asyncio.sleep(min(1.0, unread_s / 4, coming_s / 4))
+            cut = self.client.cut_slow(unread_s) + self.connections.cut_slow(unread_s)
             if cut:
-                log.warning("cut %d connections that were not read for %g s", cut, timeout_s)
+                log.warning("cut %d connections that were not read for %g s", cut, unread_s)
                 self.service.metrics.slow_readers(cut)
+            late = self.connections.cut_late(coming_s)
+            if late:
+                log.warning("cut %d connections whose request took over %g s", late, coming_s)
+                self.service.metrics.slow_senders(late)
+
+    async def _measure_delay(self) -> None:
+        """How late the loop wakes a sleeper: what any stream waits behind other work here."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due_s = clock() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self.service.metrics.loop_delay(max(0.0, clock() - due_s))
 
 
 class _Uvicorn(uvicorn.Server):
@@ -200,7 +215,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _quiet_uvicorn(app: Any, connections: Connections) -> _Uvicorn:
+def _quiet_uvicorn(app: Any, connections: Connections, options: ServeOptions) -> _Uvicorn:
     config = uvicorn.Config(
         app,
         loop="none",
@@ -215,6 +230,8 @@ def _quiet_uvicorn(app: Any, connections: Connections) -> _Uvicorn:
         timeout_graceful_shutdown=1,
         timeout_keep_alive=65,
         backlog=1024,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return _Uvicorn(config)

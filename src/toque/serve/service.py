@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from toque.config import ServeOptions
@@ -39,6 +40,9 @@ class TextTokenizer(TokenText, Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that the vocabulary spells so; None if it has none."""
+
     def pieces(self, ids: Iterable[int]) -> list[str]: ...
 
     def encode_chat(
@@ -47,9 +51,32 @@ class TextTokenizer(TokenText, Protocol):
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """Raises RequestError for messages that the model's template refuses."""
+
+
+class OpenIds:
+    """The `request_id`s of calls in progress: each names one."""
+
+    def __init__(self) -> None:
+        self._held: set[str] = set()
+
+    @contextmanager
+    def held(self, name: str | None) -> Iterator[None]:
+        """Raises FailedCall (409) while another call holds the name."""
+        if name is None:
+            yield
+            return
+        if name in self._held:
+            message = f"'request_id' {short(name)} names a call that is in progress"
+            raise FailedCall(Failure(409, message, "request_id", "request_id_in_use"))
+        self._held.add(name)
+        try:
+            yield
+        finally:
+            self._held.discard(name)
 
 
 class Service:
@@ -68,6 +95,7 @@ class Service:
         self.metrics = metrics
         self.connections = connections
         self.tokenizer: TextTokenizer | None = None
+        self.open_ids = OpenIds()
         self.draining = False
         self.started_unix_s = int(time.time())
         self._seed = seed

@@ -19,7 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from toque.errors import EngineError
 from toque.serve.answers import Writer
-from toque.serve.choice import Choice
+from toque.serve.choice import Choice, choices_of
+from toque.serve.edge import OUTCOME
 from toque.serve.failures import FailedCall, Failure, describe
 from toque.serve.frontend import Call, ClientGone
 from toque.serve.prepare import Job
@@ -45,21 +46,29 @@ class GenerationResponse(Response):
         self._service = service
         self._job = job
         self._writer = Writer(job, tokenizer, hello.fingerprint)
-        self._choices = [Choice(i, job, tokenizer) for i in range(len(job.requests))]
+        self._choices = choices_of(job, tokenizer)
         self._by_id = {choice.id: choice for choice in self._choices}
-        self._seed = str(job.sampling.seed).encode()
+        self._own_headers = [(b"toque-seed", str(job.sampling.seed).encode())]
+        if job.cut_to_tokens is not None:
+            self._own_headers.append((b"toque-max-tokens", str(job.cut_to_tokens).encode()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises FailedCall, EngineError: before anything was sent, for the error handlers."""
-        peer, connections = scope["client"], self._service.connections
-        with self._service.client.submit(self._job.requests, lambda: connections.cut(peer)) as call:
+        peer, service = scope["client"], self._service
+        with (
+            service.open_ids.held(self._job.client_id),
+            service.client.submit(
+                self._job.requests, lambda: service.connections.cut(peer)
+            ) as call,
+        ):
             async with _watching(receive, call):
                 try:
                     if self._job.stream:
-                        await self._stream(call, send)
+                        await self._stream(call, send, scope[OUTCOME])
                     else:
                         await self._whole(call, send)
                 except ClientGone:
+                    scope[OUTCOME]["outcome"] = "cancelled"
                     return  # leaving the block aborts what is unfinished
 
     async def _whole(self, call: Call, send: Send) -> None:
@@ -69,14 +78,16 @@ class GenerationResponse(Response):
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"toque-seed", self._seed),
+            *self._own_headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _stream(self, call: Call, send: Send) -> None:
+    async def _stream(self, call: Call, send: Send, told: dict[str, str]) -> None:
         touched = await self._feed(call)  # may raise: then the answer is a status code
-        headers = [*_SSE_HEADERS, (b"toque-seed", self._seed)]
+        while not self._can_open():
+            touched |= await self._feed(call)
+        headers = [*_SSE_HEADERS, *self._own_headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await _send_part(send, self._writer.opening(self._choices) + self._chunks(touched))
@@ -86,13 +97,14 @@ class GenerationResponse(Response):
         except ClientGone:
             raise
         except (FailedCall, EngineError) as error:
-            last = self._failed(describe(error))
+            last = self._failed(describe(error), told)
         except Exception as error:
             log.exception("a stream failed")
-            last = self._failed(describe(error))
+            last = self._failed(describe(error), told)
         await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
-    def _failed(self, failure: Failure) -> bytes:
+    def _failed(self, failure: Failure, told: dict[str, str]) -> bytes:
+        told["outcome"] = "failed"
         self._service.metrics.refused(failure.status)
         return b"data: " + failure.body() + b"\n\n"
 
@@ -111,8 +123,14 @@ class GenerationResponse(Response):
     def _settled(self) -> bool:
         return all(choice.usage is not None for choice in self._choices)
 
-    async def _feed(self, call: Call) -> list[Choice]:
-        """Wait for events and take them in; the choices that they touched, in order."""
+    def _can_open(self) -> bool:
+        """No event before the first token; with an echoed prompt's logprobs, all of those first."""
+        if self._job.show.echo_logprobs is None:
+            return any(choice.begun for choice in self._choices)
+        return all(choice.can_open for choice in self._choices)
+
+    async def _feed(self, call: Call) -> dict[str, Choice]:
+        """Wait for events and take them in; the choices that they touched, in order, by id."""
         touched: dict[str, Choice] = {}
         for event in await call.take():
             choice = self._by_id[event.id]
@@ -120,10 +138,10 @@ class GenerationResponse(Response):
                 touched[event.id] = choice
             if choice.feed(event):
                 self._service.client.abort(event.id, FinishReason.STOP)
-        return list(touched.values())
+        return touched
 
-    def _chunks(self, choices: list[Choice]) -> bytes:
-        return b"".join([self._writer.chunks(choice) for choice in choices])
+    def _chunks(self, choices: dict[str, Choice]) -> bytes:
+        return b"".join([self._writer.chunks(choice) for choice in choices.values()])
 
 
 async def _send_part(send: Send, body: bytes) -> None:

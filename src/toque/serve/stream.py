@@ -43,22 +43,29 @@ class TextStream:
         tokenizer: TokenText,
         stop: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
-        """Raises RequestError for an empty stop string."""
+        """`include_stop`: the stop string itself is shown. Raises RequestError for an empty one."""
         self.stopped: str | None = None  # the stop string that ended the text
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
+        self._include_stop = include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = _Automaton(stop) if stop else None
         self._state = 0
 
-    def push(self, token_id: int) -> str:
-        """The text that may be shown now; empty while all of it is held, and after a match."""
+    def push(self, token_id: int, may_stop: bool = True) -> str:
+        """The text that may be shown now; empty while all of it is held, and after a match.
+
+        With `may_stop` off no stop string begins or ends in this token's text: a stream starts with
+        such tokens or has none of them.
+        """
         if self.stopped is not None:
             return ""
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
-        return self._release(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        return self._release(text) if may_stop else text
 
     def flush(self) -> str:
         """The end: everything that was held; an incomplete character becomes U+FFFD."""
@@ -75,13 +82,14 @@ class TextStream:
         stops = self._stops
         if stops is None:
             return text
-        before = state = self._state
+        before, include = self._state, self._include_stop
+        state = before
         for place, char in enumerate(text):
             state = stops.follow(state, char)
             self.stopped = stops.ends_with[state]
             if self.stopped is not None:
                 end = stops.depth[before] + place + 1
-                return stops.cut(before, text, end - len(self.stopped))
+                return stops.cut(before, text, end - (0 if include else len(self.stopped)))
         self._state = state
         return stops.cut(before, text, stops.depth[before] + len(text) - stops.depth[state])
 

@@ -23,6 +23,7 @@ import tokenizers
 from toque.errors import ModelError, RequestError
 from toque.serve.chat_template import ChatTemplate
 from toque.serve.gguf_vocab import SPACE, Vocabulary, gguf_vocabulary
+from toque.serve.typed import Typed, pattern_of, typed_tokens
 
 if TYPE_CHECKING:
     from toque.files.checkpoint import Checkpoint
@@ -45,6 +46,9 @@ class Tokenizer:
         added = vocabulary.encoder.get_added_tokens_decoder()
         self._literal = {i: token.content.encode() for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
+        self._control = {token.content: token for token in added.values() if token.special}
+        self._control_ids = {t.content: i for i, t in added.items() if t.special}
+        self._control_pattern = pattern_of(self._control)
         self._spell, self._strip_spaces = _spelling(vocabulary.encoder)
 
     def encode(
@@ -70,10 +74,12 @@ class Tokenizer:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """The ids of the rendered template. It writes BOS itself where the model wants one.
 
+        A control token that is typed inside a message is text; only the template writes control.
         `kwargs` are for the template (`tools` and others). Raises RequestError if there is no
         template, or for what the template or `ChatTemplate.render` refuses.
         """
@@ -82,8 +88,34 @@ class Tokenizer:
                 "this model has no chat template, which a chat needs; use /v1/completions",
                 "messages",
             )
-        text = self.chat.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
-        return self._ids(text, True, "messages")
+        typed = typed_tokens(messages, self._control_pattern)
+        text = self.chat.render(
+            messages if typed is None else typed.messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **kwargs,
+        )
+        return self._ids(text, True, "messages") if typed is None else self._mixed_ids(text, typed)
+
+    def _mixed_ids(self, text: str, typed: Typed) -> list[int]:
+        """The template's control tokens as such, everything between them as text."""
+        assert self._control_pattern is not None
+        pieces = self._control_pattern.split(text)  # text, token, text, …, text
+        for place in range(1, len(pieces), 2):
+            token = self._control[pieces[place]]  # some take the blanks beside them
+            pieces[place - 1] = pieces[place - 1].rstrip() if token.lstrip else pieces[place - 1]
+            pieces[place + 1] = pieces[place + 1].lstrip() if token.rstrip else pieces[place + 1]
+        ids: list[int] = []
+        for place, piece in enumerate(pieces):
+            if place % 2:
+                ids.append(self._control_ids[piece])
+            elif piece:
+                ids += self._ids(typed.restore(piece), False, "messages")
+        return ids
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that the vocabulary spells so; None if it has none."""
+        return _id_of(self._encoder, token)
 
     def decode(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from toque.kernels.api import ForwardBatch
+from toque.kernels.api import ForwardBatch, Ints
 from toque.types import Chunk
 from toque.worker.state import DeviceState
 
@@ -23,7 +23,6 @@ def build_batch(chunks: Sequence[Chunk], state: DeviceState) -> ForwardBatch:
     positions = starts[of_chunk] + within  # [tokens]
     page_table = state.page_table[rows, : int(state.num_pages[rows].max())]  # [chunks, pages]
     page = page_table[of_chunk, positions // state.block_size].astype(np.int64)  # [tokens]
-    sampling = np.array([chunk.sample for chunk in chunks], dtype=np.bool_)
     return ForwardBatch(
         ids=np.array([t for chunk in chunks for t in state.tokens_of(chunk)], dtype=np.int32),
         positions=positions.astype(np.int32),
@@ -31,5 +30,16 @@ def build_batch(chunks: Sequence[Chunk], state: DeviceState) -> ForwardBatch:
         context_lens=starts + lengths,
         page_table=np.ascontiguousarray(page_table),
         write_at=page * state.block_size + positions % state.block_size,
-        output_rows=(chunk_starts[1:] - 1)[sampling],
+        output_rows=_output_rows(chunks, chunk_starts),
     )
+
+
+def _output_rows(chunks: Sequence[Chunk], chunk_starts: Ints) -> Ints:  # [outputs]
+    """Chunk by chunk: the tokens before its targets, then the one that chooses the next token."""
+    rows: list[int] = []
+    for chunk, begin, end in zip(chunks, chunk_starts[:-1], chunk_starts[1:], strict=True):
+        first = int(begin) + chunk.targets_from
+        rows.extend(range(first, first + len(chunk.targets)))
+        if chunk.sample:
+            rows.append(int(end) - 1)
+    return np.array(rows, dtype=np.int32)

@@ -3,7 +3,7 @@
 Owns: per row, what the penalties need to remember. Knows: SamplingParams. Does not know: batches,
 pages, text. Every choice is a function of (logits, params, history, seed, choice, position) alone.
 
-The order is SamplingParams': penalties, logit_bias, min_tokens, temperature, top_k, top_p, min_p.
+The order is SamplingParams': penalties, logit_bias, bans, temperature, top_k, top_p, min_p.
 Ties always go to the lower token id. Nothing here sorts the whole vocabulary.
 """
 
@@ -31,7 +31,12 @@ class RowSampler:
         self._output_counts: dict[TokenId, int] = {}
         for token in setup.history[setup.num_prompt :]:
             self._count(token)
+        self._output = list(setup.history[setup.num_prompt :])  # for bad_words only
         params = setup.sampling
+        single = [word[0] for word in params.bad_words if len(word) == 1]
+        self._never = np.array(single, dtype=np.int64)
+        self._spelled = [word for word in params.bad_words if len(word) > 1]
+        self._allowed = np.array(params.allowed_token_ids, dtype=np.int64)
         self._penalized = params.repetition_penalty != 1.0 or (
             params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
@@ -45,6 +50,8 @@ class RowSampler:
         if not np.isfinite(logits.max()):
             return Sampled(row=-1, error="the model produced logits that are not numbers")
         adjusted = self._adjust(logits, position)
+        if adjusted is not logits and adjusted.max() == -np.inf:
+            return Sampled(row=-1, error="the request forbids every token that could follow")
         params = self.params
         if params.temperature == 0.0:
             token = int(adjusted.argmax())
@@ -54,6 +61,8 @@ class RowSampler:
         if self._penalized:
             self._seen.add(token)
             self._count(token)
+        if self._spelled:
+            self._output.append(token)
         wanted = params.logprobs
         logprob = None if wanted is None else logprob_of(logits, token, wanted)
         return Sampled(row=-1, token=token, logprob=logprob)
@@ -61,17 +70,31 @@ class RowSampler:
     def _adjust(self, logits: Row, position: int) -> Row:
         """Penalties, bias and bans; the row itself when there are none, else a changed copy."""
         params = self.params
-        banned = len(self._end_ids) > 0 and position - self.num_prompt < params.min_tokens
-        if not (self._penalized or params.logit_bias or banned):
+        too_early = len(self._end_ids) > 0 and position - self.num_prompt < params.min_tokens
+        bans = too_early or bool(params.allowed_token_ids or params.bad_words)
+        if not (self._penalized or params.logit_bias or bans):
             return logits
         out = logits.copy()
         if self._penalized:
             self._penalize(out)
         for token, bias in params.logit_bias.items():
             out[token] += np.float32(bias)
-        if banned:
+        if too_early:
             out[self._end_ids] = -np.inf
-        return out
+        if params.bad_words:
+            out[self._never] = -np.inf
+            out[self._last_of_bad_words()] = -np.inf
+        return self._only_allowed(out) if params.allowed_token_ids else out
+
+    def _last_of_bad_words(self) -> list[TokenId]:
+        """The last token of each spelling whose others end the output now."""
+        out = self._output
+        return [word[-1] for word in self._spelled if tuple(out[1 - len(word) :]) == word[:-1]]
+
+    def _only_allowed(self, out: Row) -> Row:
+        kept = np.full_like(out, -np.inf)
+        kept[self._allowed] = out[self._allowed]
+        return kept
 
     def _penalize(self, out: Row) -> None:
         """Repetition: arXiv:1909.05858, section 4.1; the others: OpenAI's API reference."""
@@ -142,5 +165,6 @@ def logprob_of(logits: Row, token: TokenId, num_top: int) -> Logprob:
     best = top_ids(logits, num_top) if num_top > 0 else np.empty(0, dtype=np.int64)
     return Logprob(
         chosen=float(shifted[token]) - log_total,
+        rank=1 + int(np.count_nonzero(logits > logits[token])),
         top=tuple((int(i), float(shifted[i]) - log_total) for i in best),
     )

@@ -12,26 +12,38 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from msgspec import structs
 
 from toque.kernels.api import Floats, ForwardBatch, LayerKV
-from toque.types import Chunk, RowSetup, Sampled, SamplingParams, StepPlan, StepResult
+from toque.types import Chunk, Logprob, RowSetup, Sampled, SamplingParams, StepPlan, StepResult
 from toque.worker.batch import build_batch
+from toque.worker.sampler import logprob_of
 from toque.worker.state import DeviceState
 
 log = logging.getLogger(__name__)
+
+SCORE_ROWS = 64  # logits of prompt tokens that are held at a time
 
 
 class Model(Protocol):
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
         """Logits [outputs, vocab] of batch.output_rows; writes K and V of all tokens into kv."""
 
+    def hidden(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
+        """`forward` in two parts: the states [outputs, hidden] …"""
+
+    def logits(self, hidden: Floats) -> Floats:
+        """… and their logits, [rows, hidden] -> [rows, vocab]."""
+
 
 class Worker:
     """An engine.Executor on this machine."""
 
-    def __init__(self, model: Model, state: DeviceState) -> None:
+    def __init__(self, model: Model, state: DeviceState, known_tokens: int | None = None) -> None:
+        """Logits from `known_tokens` on are padding: no token stands for them."""
         self._model = model
         self._state = state
+        self._padding = slice(0) if known_tokens is None else slice(known_tokens, None)
 
     def run(self, plan: StepPlan) -> StepResult:
         self._state.apply(plan)
@@ -41,8 +53,11 @@ class Worker:
         """Forward and sample. If the batch fails, each chunk is tried alone, so that whatever is
         wrong with one stays there. Trying again is harmless: K and V are written to the same
         places with the same values, and random numbers hang on positions, not on tries."""
+        scoring = any(chunk.targets for chunk in chunks)
         try:
-            logits = self._model.forward(build_batch(chunks, self._state), self._state.kv)
+            batch = build_batch(chunks, self._state)
+            forward = self._model.hidden if scoring else self._model.forward
+            rows = forward(batch, self._state.kv)
         except Exception as error:
             if len(chunks) == 1:
                 log.exception("a sequence failed in the forward pass")
@@ -50,8 +65,54 @@ class Worker:
                     Sampled(row=chunks[0].row, error=f"the model failed: {type(error).__name__}")
                 ]
             return [sampled for chunk in chunks for sampled in self._compute([chunk])]
+        if scoring:
+            return self._score_and_sample(chunks, rows)
+        self._forget_padding(rows)
         outputs = [chunk for chunk in chunks if chunk.sample]
-        return [self._sample(chunk, row) for chunk, row in zip(outputs, logits, strict=True)]
+        return [self._sample(chunk, row) for chunk, row in zip(outputs, rows, strict=True)]
+
+    def _score_and_sample(
+        self,
+        chunks: Sequence[Chunk],
+        hidden: Floats,  # [outputs, hidden]
+    ) -> list[Sampled]:
+        out: list[Sampled] = []
+        begin = 0
+        for chunk in chunks:
+            end = begin + len(chunk.targets)
+            scores = self._score(chunk, hidden[begin:end])
+            if isinstance(scores, Sampled):
+                out.append(scores)  # it failed
+            elif chunk.sample:
+                logits = self._model.logits(hidden[end : end + 1])  # [1, vocab]
+                self._forget_padding(logits)
+                sampled = self._sample(chunk, logits[0])
+                out.append(structs.replace(sampled, scores=scores))
+            elif scores:
+                out.append(Sampled(row=chunk.row, scores=scores))
+            begin = end + chunk.sample
+        return out
+
+    def _forget_padding(self, logits: Floats) -> None:  # [rows, vocab]
+        logits[:, self._padding] = -np.inf
+
+    def _score(self, chunk: Chunk, hidden: Floats) -> tuple[Logprob, ...] | Sampled:
+        """Logprobs of the chunk's targets, or its failure. `hidden`: [targets, hidden]."""
+        sampler = self._state.samplers[chunk.row]
+        assert sampler is not None
+        num_top = sampler.params.prompt_logprobs or 0
+        scores: list[Logprob] = []
+        # In blocks: the logits of a whole chunk would be [tokens, vocab], gigabytes.
+        for first in range(0, len(chunk.targets), SCORE_ROWS):
+            logits = self._model.logits(hidden[first : first + SCORE_ROWS])  # [block, vocab]
+            self._forget_padding(logits)
+            if not np.isfinite(logits.max(axis=1)).all():
+                return Sampled(
+                    row=chunk.row, error="the model produced logits that are not numbers"
+                )
+            for row, target in zip(logits, chunk.targets[first:], strict=False):
+                scores.append(logprob_of(row, target, num_top))
+        return tuple(scores)
 
     def _sample(self, chunk: Chunk, logits: Floats) -> Sampled:  # logits: [vocab]
         sampler = self._state.samplers[chunk.row]

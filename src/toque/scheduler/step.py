@@ -1,0 +1,99 @@
+"""What a step is planned within: limits, the plan in the making, and the totals of all steps.
+
+Owns: the numbers of one scheduler. Knows: requests and chunks. Does not know: order, pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from toque.scheduler.sequence import Sequence
+from toque.types import Chunk, Counters, Request, RowSetup, TokenId
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The numbers that bound a step and a sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    chunked_prefill: bool
+    end_token_ids: frozenset[TokenId]
+
+    def why_not(self, request: Request) -> str | None:
+        """Why the engine can never run this request. Serve has checked all of it already."""
+        prompt, sampling = request.prompt, request.sampling
+        if not prompt:
+            return "the prompt has no tokens"
+        if len(prompt) >= self.max_model_len:
+            return (
+                f"the prompt has {len(prompt)} tokens; with at least one more they do not "
+                f"fit the context of {self.max_model_len}"
+            )
+        named = (*sampling.allowed_token_ids, *(t for word in sampling.bad_words for t in word))
+        for ids, what in ((prompt, "the prompt"), (named, "the sampling parameters")):
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                return f"a token id of {what} is outside the vocabulary of {self.vocab_size}"
+        if sampling.seed is None:
+            return "the request carries no seed"
+        if sampling.max_tokens is not None and sampling.max_tokens < 0:
+            return "max_tokens is below 0"
+        return None
+
+
+@dataclass(slots=True)
+class Draft:
+    """A step plan in the making, by request id, so that a preemption can take a chunk back."""
+
+    budget_tokens: int
+    setups: dict[str, RowSetup] = field(default_factory=dict)
+    chunks: dict[str, Chunk] = field(default_factory=dict)
+    preempted: bool = False
+
+    def drop(self, request_id: str) -> None:
+        self.setups.pop(request_id, None)
+        chunk = self.chunks.pop(request_id, None)
+        if chunk is not None:
+            self.budget_tokens += chunk.num_tokens
+
+
+@dataclass(slots=True)
+class Totals:
+    """Mutable twin of `Counters`; prefix_hits + first computations = prompt_tokens admitted."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+    def admitted(self, sequence: Sequence, hit_tokens: int, now_s: float) -> None:
+        """Count an admission, in the sequence too; a prompt counts the first time only."""
+        self.recomputed_tokens += max(0, sequence.lost_tokens - hit_tokens)
+        sequence.lost_tokens = 0
+        if sequence.admitted_s is not None:
+            return
+        sequence.admitted_s = now_s
+        sequence.cached_tokens = hit_tokens
+        self.prompt_tokens += sequence.num_prompt
+        self.prefix_queries += sequence.num_prompt
+        self.prefix_hits += hit_tokens
+
+    def counters(self) -> Counters:
+        return Counters(**{name: getattr(self, name) for name in Counters.__struct_fields__})
+
+
+def needs_history(request: Request) -> bool:
+    """Whether the sampler must know which tokens stand in the sequence already."""
+    sampling = request.sampling
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or any(len(word) > 1 for word in sampling.bad_words)
+    )

@@ -1,0 +1,188 @@
+"""Prompts of both routes: from texts, ids or messages to tokens that fit the context.
+
+Owns: nothing. Knows: the tokenizer, the context. Does not know: sampling, requests, answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from toque.errors import RequestError
+from toque.serve.chat_template import RESERVED_VARIABLES
+from toque.serve.failures import FailedCall, Failure
+from toque.serve.messages import plain_messages
+from toque.serve.schema import MAX_PROMPTS, ChatBody, CompletionBody, TokenizeBody
+from toque.serve.service import Service, TextTokenizer, check_ids
+from toque.types import Hello
+
+# Fill in the middle, prefix first: arXiv:2207.14255, section 3. Qwen2.5-Coder's spelling
+# (arXiv:2409.12186, section 3.2) and StarCoder's (arXiv:2305.06161, section 3.3).
+_MIDDLE_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: tuple[int, ...]
+    echo: str = ""  # what comes before the output, where the client asked for it
+
+
+async def completion_prompts(
+    service: Service, hello: Hello, tokenizer: TextTokenizer, body: CompletionBody
+) -> list[Prompt]:
+    """Raises RequestError, FailedCall: each names the parameter at fault."""
+    texts = _prompt_list(body.prompt)
+    check_sequences(service, len(texts), body.n or 1)
+    encode = _middle_encoder(tokenizer, body) if body.suffix else _encoder(tokenizer, hello, body)
+    size_chars = sum(len(text) for text in texts if isinstance(text, str))
+    prompts = await service.text_work(size_chars, lambda: [encode(text) for text in texts])
+    fitting = [_truncated(prompt, tokenizer, hello, body) for prompt in prompts]
+    for prompt in fitting:
+        check_fits(prompt.tokens, hello, "prompt")
+    return fitting
+
+
+async def chat_prompt(
+    service: Service, hello: Hello, tokenizer: TextTokenizer, body: ChatBody
+) -> Prompt:
+    """Raises RequestError, FailedCall: each names the parameter at fault."""
+    check_sequences(service, 1, body.n or 1)
+    tokens = await chat_tokens(service, tokenizer, body, body.messages)
+    prompt = _truncated(Prompt(tuple(tokens)), tokenizer, hello, body)
+    check_fits(prompt.tokens, hello, "messages")
+    return prompt
+
+
+async def chat_tokens(
+    service: Service,
+    tokenizer: TextTokenizer,
+    body: ChatBody | TokenizeBody,
+    messages: list[dict[str, Any]],
+) -> list[int]:
+    """The tokens of a conversation. Raises RequestError."""
+    plain = plain_messages(messages, service.options.allow_unknown_fields)
+    kwargs = dict(body.chat_template_kwargs or {})
+    for name in sorted({*RESERVED_VARIABLES, "continue_final_message"} & kwargs.keys()):
+        path = f"chat_template_kwargs.{name}"
+        raise RequestError(f"'{path}' is not the template's own to set", path)
+    carry_on = bool(body.continue_final_message)
+    if carry_on and body.add_generation_prompt:
+        raise RequestError(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other",
+            "continue_final_message",
+        )
+    generation = body.add_generation_prompt is not False and not carry_on
+    size_chars = sum(len(message["content"]) for message in plain)
+    return await service.text_work(
+        size_chars,
+        lambda: tokenizer.encode_chat(
+            plain, add_generation_prompt=generation, continue_final_message=carry_on, **kwargs
+        ),
+    )
+
+
+def check_fits(tokens: tuple[int, ...], hello: Hello, param: str) -> None:
+    if not tokens:
+        raise RequestError(f"'{param}' has no tokens", param)
+    if len(tokens) >= hello.max_model_len:
+        message = (
+            f"the prompt has {len(tokens)} tokens; the context of {hello.max_model_len} tokens "
+            f"holds at most {hello.max_model_len - 1} and one to generate"
+        )
+        raise FailedCall(Failure(400, message, param, "context_length_exceeded"))
+
+
+def check_sequences(service: Service, prompts: int, n: int) -> None:
+    most = service.options.max_sequences
+    if prompts * n > most:
+        raise RequestError(
+            f"{prompts} prompts x 'n' {n} are too many; at most {most} sequences (--max-sequences)",
+            "n",
+        )
+
+
+# --------------------------------------------------------------------------------- encoding
+
+
+def _prompt_list(prompt: Any) -> list[str | list[int]]:
+    prompts: list[str | list[int]]
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompts = [prompt]
+    else:
+        prompts = prompt
+    if not prompts or any(not p for p in prompts):
+        raise RequestError("'prompt' must not be empty", "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(
+            f"'prompt' holds {len(prompts)} prompts; at most {MAX_PROMPTS}", "prompt"
+        )
+    return prompts
+
+
+Encode = Callable[[str | list[int]], Prompt]
+
+
+def _encoder(tokenizer: TextTokenizer, hello: Hello, body: CompletionBody) -> Encode:
+    special, echo = body.add_special_tokens is not False, bool(body.echo)
+    hide_special = body.skip_special_tokens is not False
+
+    def encode(prompt: str | list[int]) -> Prompt:
+        if isinstance(prompt, str):
+            tokens = tokenizer.encode(prompt, add_special_tokens=special)
+            return Prompt(tuple(tokens), prompt if echo else "")
+        check_ids(prompt, hello.vocab_size, "prompt")
+        text = tokenizer.decode(prompt, skip_special_tokens=hide_special) if echo else ""
+        return Prompt(tuple(prompt), text)
+
+    return encode
+
+
+def _middle_encoder(tokenizer: TextTokenizer, body: CompletionBody) -> Encode:
+    """prefix token, prompt, suffix token, `suffix`, middle token; what follows is the middle."""
+    if body.echo:
+        raise RequestError("'echo' together with 'suffix' is not supported", "suffix")
+    tokens = [[tokenizer.token_id(text) for text in spelling] for spelling in _MIDDLE_TOKENS]
+    found = next((ids for ids in tokens if None not in ids), None)
+    if found is None:
+        raise RequestError(
+            "'suffix' is not supported by this model: its vocabulary has no tokens for filling in "
+            "the middle",
+            "suffix",
+        )
+    before, after, middle = (token for token in found if token is not None)
+    suffix = tokenizer.encode(body.suffix or "", add_special_tokens=False)
+
+    def encode(prompt: str | list[int]) -> Prompt:
+        if not isinstance(prompt, str):
+            raise RequestError("'suffix' needs a 'prompt' that is text", "suffix")
+        text = tokenizer.encode(prompt, add_special_tokens=False)
+        return Prompt((before, *text, after, *suffix, middle))
+
+    return encode
+
+
+def _truncated(
+    prompt: Prompt, tokenizer: TextTokenizer, hello: Hello, body: ChatBody | CompletionBody
+) -> Prompt:
+    """Cut to `truncate_prompt_tokens`; -1 leaves room for max_tokens, or for one token."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == 0 or keep > hello.max_model_len:
+        raise RequestError(
+            f"'truncate_prompt_tokens' must be -1 or 1 to {hello.max_model_len}",
+            "truncate_prompt_tokens",
+        )
+    if keep == -1:
+        keep = max(1, hello.max_model_len - max(1, body.max_tokens or 1))
+    if len(prompt.tokens) <= keep:
+        return prompt
+    from_left = body.truncation_side != "right"
+    tokens = prompt.tokens[-keep:] if from_left else prompt.tokens[:keep]
+    hidden = body.skip_special_tokens is not False
+    echo = tokenizer.decode(tokens, skip_special_tokens=hidden) if prompt.echo else ""
+    return replace(prompt, tokens=tokens, echo=echo)
