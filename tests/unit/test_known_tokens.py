@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tests.engine.test_equivalence import CONFIG
 from tests.engine.test_scoring import run
-
 from toque.build import load
 from toque.config import EngineOptions
 from toque.files.checkpoint import Checkpoint
