@@ -21,15 +21,24 @@ constexpr long PLACE_OF_M = 2;
 
 // 16 bytes -> 32 values: first all low halves, then all high ones.
 static inline void nibbles(const uint8_t* from, int8_t* q) {
-  for (int i = 0; i < 16; ++i) {
-    q[i] = (int8_t)(from[i] & 15);
-    q[i + 16] = (int8_t)(from[i] >> 4);
-  }
+  u8x16 both;
+  memcpy(&both, from, sizeof both);
+  const u8x16 low = both & 15, high = both >> 4;
+  memcpy(q, &low, sizeof low);
+  memcpy(q + 16, &high, sizeof high);
 }
 
 // Nibbles plus 16 times the fifth bits, of which value i has bit i.
 static inline void fifth_bits(const uint8_t* word, int8_t* q) {
-  for (int i = 0; i < 32; ++i) q[i] = (int8_t)(q[i] | (word[i / 8] >> (i % 8) & 1) << 4);
+  constexpr uint64_t EACH_BYTE = 0x0101010101010101;
+  for (int i = 0; i < 4; ++i) {  // eight values at once, in the eight bytes of a word
+    const uint64_t own_bit = word[i] * EACH_BYTE & 0x8040201008040201;
+    const uint64_t as_16 = (own_bit + 0x7f * EACH_BYTE) >> 3 & 16 * EACH_BYTE;
+    uint64_t values;
+    memcpy(&values, q + 8 * i, sizeof values);
+    values |= as_16;
+    memcpy(q + 8 * i, &values, sizeof values);
+  }
 }
 
 // Four runs of 32 bytes -> eight of 32 values: low halves, high halves.
