@@ -55,7 +55,8 @@ async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
         more = message.get("more_body", False)
         if len(body) > limit_bytes:
             body.clear()
-            await _let_finish(request)
+            if more:
+                await _let_finish(request)
             raise FailedCall(_too_large(limit_bytes))
     return decode_json(bytes(body), options.max_json_depth)
 
