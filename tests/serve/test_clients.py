@@ -1,6 +1,6 @@
 """Clients of others, where they are installed; and what harnesses rely on, without one.
 
-None of them is in the `test` extra: litellm and langchain-openai bring some thirty packages, lm-eval
+None of them is in the `test` extra: litellm and langchain-openai bring thirty packages, and lm-eval
 brings pandas, pyarrow and scikit-learn. `pip install litellm langchain-openai` runs the first two.
 """
 
