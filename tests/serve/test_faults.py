@@ -56,7 +56,7 @@ ELSEWHERE = {
     "KV22": "model/test_spec.py::test_a_sliding_window_bounds_the_context",
     "SV03": "serve/test_api_life.py::test_health_is_progress_not_a_pulse",
     "SV05": "serve/test_api_life.py::test_routes_wait_for_the_model",
-    "SV06": "serve/test_api_shapes.py::test_long_texts_are_tokenized_in_a_thread",
+    "SV06": "unit/test_tokenizer.py::test_other_threads_go_on_while_a_long_text_is_encoded",
     "SV08": "serve/test_api_life.py::test_first_signal_lets_running_calls_finish",
     "SV09": "serve/test_api_security.py::test_every_route_needs_a_key_but_health_and_ready",
     "SV11": "serve/test_api_security.py::test_wrong_keys_are_401",

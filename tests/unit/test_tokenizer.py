@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -610,3 +612,22 @@ def test_text_that_is_not_unicode_is_the_client_s_error() -> None:
     with pytest.raises(RequestError, match="surrogate at character 1") as caught:
         ours.encode("a\ud800")
     assert caught.value.param == "prompt"
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(smollm2_path: Path) -> None:
+    """A thread is no use to an event loop if it holds the interpreter's lock."""
+    ours = load_tokenizer(open_checkpoint(smollm2_path))
+    text = "lorem ipsum dolor sit amet " * 40_000
+    turns, began = 0, threading.Event()
+
+    def encode() -> None:
+        began.set()
+        ours.encode(text)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    began.wait()
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0)
+    assert turns > 50

@@ -43,6 +43,7 @@ async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
     limit_bytes = options.max_body_bytes
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit_bytes:
+        await _let_finish(request)
         raise FailedCall(_too_large(limit_bytes))
     body = bytearray()
     more = True
@@ -53,8 +54,25 @@ async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > limit_bytes:
+            body.clear()
+            if more:
+                await _let_finish(request)
             raise FailedCall(_too_large(limit_bytes))
     return decode_json(bytes(body), options.max_json_depth)
+
+
+async def _let_finish(request: Request) -> None:
+    """Read a refused body to its end and keep nothing: a client that is still writing when the
+    connection closes never sees the answer. --read-timeout bounds it; who asks first is not
+    asked to send."""
+    if "expect" in request.headers:
+        return
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if not message.get("more_body", False):
+            return
 
 
 def _too_large(limit_bytes: int) -> Failure:

@@ -38,8 +38,8 @@ async def completion_prompts(
     texts = _prompt_list(body.prompt)
     check_sequences(service, len(texts), body.n or 1)
     encode = _middle_encoder(tokenizer, body) if body.suffix else _encoder(tokenizer, hello, body)
-    size_chars = sum(len(text) for text in texts if isinstance(text, str))
-    prompts = await service.text_work(size_chars, lambda: [encode(text) for text in texts])
+    size = sum(len(text) for text in texts)  # ids count too: they are decoded for an echo
+    prompts = await service.text_work(size, lambda: [encode(text) for text in texts])
     fitting = [_truncated(prompt, tokenizer, hello, body) for prompt in prompts]
     for prompt in fitting:
         check_fits(prompt.tokens, hello, "prompt")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from starlette.responses import Response
@@ -29,6 +29,7 @@ from toque.types import FinishReason
 
 log = logging.getLogger("toque.serve")
 
+SCORE_CHARS = 64  # a prompt token's logprobs take about as long to write as so much text to read
 DONE = b"data: [DONE]\n\n"
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -74,7 +75,7 @@ class GenerationResponse(Response):
     async def _whole(self, call: Call, send: Send) -> None:
         while not self._settled():
             await self._feed(call)
-        body = self._writer.whole(self._choices)
+        body = await self._written(lambda: self._writer.whole(self._choices))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -90,7 +91,8 @@ class GenerationResponse(Response):
         headers = [*_SSE_HEADERS, *self._own_headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            await _send_part(send, self._writer.opening(self._choices) + self._chunks(touched))
+            opening = await self._written(lambda: self._writer.opening(self._choices))
+            await _send_part(send, opening + self._chunks(touched))
             while not self._told():
                 await _send_part(send, self._chunks(await self._feed(call)))
             last = self._writer.usage(self._choices) if self._wants_usage else b""
@@ -102,6 +104,11 @@ class GenerationResponse(Response):
             log.exception("a stream failed")
             last = self._failed(describe(error), told)
         await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+
+    async def _written(self, write: Callable[[], bytes]) -> bytes:
+        """Thousands of scored tokens are written in a thread, so that other streams go on."""
+        scores = sum(len(choice.scores) for choice in self._choices)
+        return await self._service.text_work(SCORE_CHARS * scores, write)
 
     def _failed(self, failure: Failure, told: dict[str, str]) -> bytes:
         told["outcome"] = "failed"

@@ -165,7 +165,8 @@ class Tokenizer:
                 f"the text is not valid Unicode: a lone surrogate at character {error.start}", param
             ) from error
         encoder = self._encoder if parse_special else self._plain_encoder
-        ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+        # A batch of one: `encode` holds the interpreter's lock for the whole text, this does not.
+        ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     @cached_property
