@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ def describe_machine() -> dict[str, Any]:
         "toque": __version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
+        # At the end of the run. Above the number of busy threads, others were working too: a peer
+        # whose threads spin (OpenMP) then loses far more than one whose threads sleep.
+        "load_1min": os.getloadavg()[0],
     }
 
 
