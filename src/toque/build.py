@@ -15,6 +15,7 @@ from toque.config import (
     EngineConfig,
     EngineOptions,
     Measured,
+    check_ranges,
     free_memory_bytes,
     kv_dtype,
     resolve,
@@ -67,6 +68,7 @@ def load(path: Path, options: EngineOptions) -> Loaded:
     checkpoint = open_checkpoint(path, options.load_format)
     ops = select(options.kernels, options.threads)
     spec = model_spec(checkpoint)
+    check_ranges(options, spec)  # before anything is sized by them
     model = load_model(checkpoint, spec, ops, options.max_model_len or spec.context)
     log.info(
         "weights: %s, %d layers, %.2f GB in memory, kernels %s, %.1f s",
@@ -109,7 +111,8 @@ def configure(loaded: Loaded, options: EngineOptions) -> EngineConfig:
 
 def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
     """Tokens per second, over a scratch pool that is dropped afterwards."""
-    tokens = min(PROBE_TOKENS, loaded.model.spec.context)
+    longest = options.max_model_len or loaded.model.spec.context
+    tokens = min(PROBE_TOKENS, longest)
     pages = -(-tokens // options.block_size)
     specs = loaded.model.kv_specs(kv_dtype(options))
     kv = loaded.ops.kv_pages(specs, pages, options.block_size)
@@ -134,10 +137,9 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
     )
     cache = CacheManager(config.total_pages, config.block_size, config.enable_prefix_caching)
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv)
-    rate = config.max_num_batched_tokens / 0.5
     scheduler = Scheduler(limits, cache, POLICIES[config.scheduling_policy]())
     worker = Worker(loaded.model, state, known_tokens(loaded.checkpoint, spec.vocab_size))
-    core = EngineCore(scheduler, worker, port, StepCost(rate))
+    core = EngineCore(scheduler, worker, port, StepCost(config.prefill_tokens_per_s))
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
     return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)
 

@@ -128,7 +128,8 @@ def _kind(field: dataclasses.Field[Any]) -> dict[str, Any]:
     if name == "bool":
         return {"action": argparse.BooleanOptionalAction}
     if name.startswith("tuple"):
-        return {"action": "extend", "nargs": "+", "metavar": "NAME"}  # may be repeated
+        # Once per value: nargs="+" would take the model that follows for one value more.
+        return {"action": "append", "metavar": "NAME"}
     kinds: dict[str, type] = {"int": int, "float": float, "str": str}
     return {"type": kinds[name.removesuffix(" | None")], "metavar": name[0].upper()}
 

@@ -65,11 +65,15 @@ class ServeOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on")
     served_model_name: tuple[str, ...] = option(
-        (), "name(s) of the model in the API (the name it was loaded by)"
+        (), "name of the model in the API, repeatable (the name it was loaded by)"
     )
     seed: int | None = option(None, "seed of requests that bring none (a random one for each)")
-    allowed_hosts: tuple[str, ...] = option((), "further Host names that requests may carry")
-    allowed_origins: tuple[str, ...] = option((), "web origins that may call this server")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "further Host name that requests may carry, repeatable"
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "web origin that may call this server, repeatable"
+    )
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
     slow_reader_timeout: float = option(30.0, "seconds a client may leave its stream unread")
     read_timeout: float = option(60.0, "seconds a request may take to arrive, body included")
@@ -93,6 +97,7 @@ DEFAULT_STEP_S = 0.5  # a step of pure prefill takes about this long
 MIN_BATCHED_TOKENS, MAX_BATCHED_TOKENS = 64, 8192
 DEFAULT_KV_SHARE = 0.25  # of the memory that is free once the weights are loaded
 DEFAULT_KV_BYTES_MAX = 4 << 30
+CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,7 @@ class EngineConfig:
     block_size: int
     total_pages: int
     scheduling_policy: str = "fcfs"
+    prefill_tokens_per_s: float = 100.0  # as measured at start: the cost model begins with it
 
     @property
     def kv_cache_memory_bytes(self) -> int:
@@ -136,20 +142,22 @@ def resolve(
     options: EngineOptions, model: ModelSpec, kv_bytes_per_token: int, measured: Measured
 ) -> EngineConfig:
     """Fill in what was left open; refuse what cannot work (ConfigError)."""
-    _check_ranges(options, model)
+    check_ranges(options, model)
     page_bytes = options.block_size * kv_bytes_per_token
-    pool_bytes = options.kv_cache_memory_bytes or _default_pool_bytes(measured)
-    total_pages = pool_bytes // page_bytes
+    given_bytes = options.kv_cache_memory_bytes
+    total_pages = (given_bytes or _default_pool_bytes(measured)) // page_bytes
     max_model_len = _model_len(options, model, total_pages, page_bytes)
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-    # A pool larger than all rows at full length would never be used.
-    total_pages = min(total_pages, max_num_seqs * -(-max_model_len // options.block_size) * 2)
+    if given_bytes is None:  # all rows at full length, and as much again to remember prefixes
+        full_pages = max_num_seqs * -(-max_model_len // options.block_size)
+        total_pages = min(total_pages, 2 * full_pages)
     return EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_step_tokens(options, max_num_seqs, max_model_len, measured),
         enable_chunked_prefill=options.enable_chunked_prefill,
         enable_prefix_caching=options.enable_prefix_caching,
+        prefill_tokens_per_s=measured.prefill_tokens_per_s,
         kv_cache_dtype=kv_dtype(options),
         kv_bytes_per_token=kv_bytes_per_token,
         block_size=options.block_size,
@@ -158,8 +166,10 @@ def resolve(
     )
 
 
-def _check_ranges(options: EngineOptions, model: ModelSpec) -> None:
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+def check_ranges(options: EngineOptions, model: ModelSpec) -> None:
+    """Each value by itself. Raises ConfigError."""
+    counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "threads")
+    for name in (*counts, "kv_cache_memory_bytes"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
@@ -171,6 +181,20 @@ def _check_ranges(options: EngineOptions, model: ModelSpec) -> None:
             f"--max-model-len {options.max_model_len} is beyond the {longest} tokens that "
             f"the model was made for: lower it to at most {longest}"
         )
+
+
+def check_serve(options: ServeOptions) -> None:
+    """Each value by itself. Raises ConfigError."""
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port is {options.port}: it must be between 0 and 65535")
+    for name in ("slow_reader_timeout", "read_timeout"):
+        if getattr(options, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
+    if options.shutdown_timeout < 0:
+        raise ConfigError("--shutdown-timeout must not be below 0 seconds")
+    for name in ("max_body_bytes", "max_json_depth", "max_sequences"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
 
 
 def reachable_context(model: ModelSpec) -> int:
@@ -231,13 +255,23 @@ def _step_tokens(
 
 
 def free_memory_bytes() -> int:
-    """What this process may still take: MemAvailable, or what its control group leaves."""
+    """What this process may still take: MemAvailable, or what its control group leaves. Cached
+    files count as used in a group's figure, though they make room when memory is asked for."""
     available = _meminfo_bytes("MemAvailable")
-    limit = _read_int("/sys/fs/cgroup/memory.max")
-    used = _read_int("/sys/fs/cgroup/memory.current")
+    limit = _read_int(CGROUP / "memory.max")
+    used = _read_int(CGROUP / "memory.current")
     if limit is not None and used is not None:
-        available = min(available, max(limit - used, 0))
+        available = min(available, max(limit - used + _cgroup_cache_bytes(), 0))
     return available
+
+
+def _cgroup_cache_bytes() -> int:
+    try:
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    stat = dict(line.split(maxsplit=1) for line in lines)
+    return int(stat.get("inactive_file", 0))
 
 
 def _meminfo_bytes(key: str) -> int:
@@ -247,10 +281,10 @@ def _meminfo_bytes(key: str) -> int:
     raise ConfigError(f"/proc/meminfo has no {key}: give --kv-cache-memory-bytes")
 
 
-def _read_int(path: str) -> int | None:
+def _read_int(path: Path) -> int | None:
     """The number in a one-line file; None where there is no file or no limit ("max")."""
     try:
-        text = Path(path).read_text().strip()
+        text = path.read_text().strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None

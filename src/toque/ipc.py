@@ -22,6 +22,7 @@ import zmq.asyncio
 from toque.errors import EngineError
 from toque.types import FromEngine, ToEngine
 
+PORTION = 64  # messages taken between two steps: a crowd that arrives must not stop who runs
 LAST_WORDS_S = 0.2  # how long serve listens for what an engine sent before its process ended
 
 
@@ -29,7 +30,8 @@ class EnginePort(Protocol):
     """The engine's end."""
 
     def receive(self, wait_s: float) -> list[ToEngine]:
-        """All messages that are here, in order; waits up to `wait_s` seconds for the first."""
+        """Messages that are here, in order, up to PORTION of them; waits up to `wait_s` seconds
+        for the first."""
 
     def send(self, message: FromEngine) -> None:
         """Hand over at once; never blocks on a slow reader."""
@@ -101,13 +103,12 @@ class _InProcessEngineEnd:
     def receive(self, wait_s: float) -> list[ToEngine]:
         inbox = self._channel._inbox
         messages: list[ToEngine] = []
-        try:
+        with suppress(queue.Empty):
             if wait_s > 0:
                 messages.append(inbox.get(timeout=wait_s))
-            while True:
+            while len(messages) < PORTION:
                 messages.append(inbox.get_nowait())
-        except queue.Empty:
-            return messages
+        return messages
 
     def send(self, message: FromEngine) -> None:
         self._channel._outbox.append(message)
@@ -142,11 +143,10 @@ class ZmqEngineEnd:
         messages: list[ToEngine] = []
         if wait_s > 0 and not self._inbox.poll(int(wait_s * 1000)):
             return messages
-        try:
-            while True:
+        with suppress(zmq.Again):
+            while len(messages) < PORTION:
                 messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            return messages
+        return messages
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(self._encoder.encode(message))

@@ -16,7 +16,7 @@ import msgspec
 
 from toque.build import build_engine
 from toque.config import EngineOptions
-from toque.errors import EngineError, RequestError
+from toque.errors import EngineError, RequestError, ToqueError
 from toque.files.checkpoint import open_checkpoint
 from toque.files.fetch import Located, locate
 from toque.ipc import InProcess
@@ -24,9 +24,11 @@ from toque.serve.stream import TextStream
 from toque.serve.tokenizer import Tokenizer, load_tokenizer
 from toque.types import (
     Abort,
+    Event,
     Finished,
     FinishReason,
     Logprob,
+    PromptScores,
     Refused,
     Request,
     SamplingParams,
@@ -56,6 +58,7 @@ class RequestOutput:
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    prompt_logprobs: list[Logprob] = field(default_factory=list)  # from the second token on
 
 
 class LLM:
@@ -75,6 +78,7 @@ class LLM:
         )
         self._seed = seed
         self._calls = 0
+        self._open: dict[str, _Choice] = {}  # by request id, of all calls in progress
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
@@ -108,100 +112,121 @@ class LLM:
             if len(text) > shown:
                 yield text[shown:]
                 shown = len(text)
+        if len(output.outputs[0].text) > shown:  # steps of another call have finished this one
+            yield output.outputs[0].text[shown:]
 
     # ----------------------------------------------------------------------------- inside
 
     def _run(self, outputs: list[RequestOutput], params: SamplingParams) -> Iterator[None]:
-        """Submit, then step until all have finished; yields after each step. If the caller stops
-        iterating, what is left is aborted."""
-        open_choices = self._submit(outputs, params)
+        """Submit, then step until all have finished; yields after each step. Calls may interleave:
+        each step serves all that are open. What a caller leaves unfinished is aborted."""
+        mine = self._submit(outputs, params)
         try:
-            while open_choices:
-                self.engine.core.step()
-                for message in self._channel.drain():
-                    if isinstance(message, StepReport):
-                        self._take(message, open_choices)
+            while not all(choice.done for choice in mine.values()):
+                self._step()
+                for choice in mine.values():
+                    if choice.failure is not None:
+                        raise choice.failure
                 yield
         finally:
-            for request_id in open_choices:
+            for request_id in self._open.keys() & mine.keys():
                 self._channel.send(Abort(id=request_id))
-            if open_choices:
-                self.engine.core.step()
-                self._channel.drain()
+                del self._open[request_id]
+
+    def _step(self) -> None:
+        """One step of the engine; its events go to whichever call they belong to."""
+        self.engine.core.step()
+        for message in self._channel.drain():
+            for event in message.events if isinstance(message, StepReport) else ():
+                choice = self._open.get(event.id)
+                if choice is None:
+                    continue  # aborted, and not yet known to the engine
+                if choice.take(event):
+                    self._channel.send(Abort(id=event.id, reason=FinishReason.STOP))
+                if choice.done:
+                    del self._open[event.id]
 
     def _submit(self, outputs: list[RequestOutput], params: SamplingParams) -> dict[str, _Choice]:
         self._calls += 1
-        open_choices: dict[str, _Choice] = {}
-        context = self.engine.hello.max_model_len
+        mine: dict[str, _Choice] = {}
+        requests: list[Request] = []
         for number, output in enumerate(outputs):
-            room_tokens = context - len(output.prompt_token_ids)
-            if room_tokens < 1:
-                raise RequestError(
-                    f"the prompt has {len(output.prompt_token_ids)} tokens, the context {context}"
-                )
-            sampling = msgspec.structs.replace(
-                params,
-                seed=self._draw_seed(params),
-                max_tokens=min(params.max_tokens or room_tokens, room_tokens),
-            )
+            sampling = self._complete(params, output)
             for completion in output.outputs:
-                request_id = f"llm-{self._calls}-{number}-{completion.index}"
-                open_choices[request_id] = _Choice(
-                    completion, TextStream(self.tokenizer, params.stop)
+                request = Request(
+                    id=f"llm-{self._calls}-{number}-{completion.index}",
+                    prompt=tuple(output.prompt_token_ids),
+                    sampling=sampling,
+                    choice=completion.index,
+                    arrived_s=time.monotonic(),
                 )
-                self._channel.send(
-                    Request(
-                        id=request_id,
-                        prompt=tuple(output.prompt_token_ids),
-                        sampling=sampling,
-                        choice=completion.index,
-                        arrived_s=time.monotonic(),
-                    )
-                )
-        return open_choices
+                requests.append(request)
+                stream = TextStream(self.tokenizer, params.stop)
+                mine[request.id] = _Choice(output, completion, stream, params.min_tokens)
+        for request in requests:  # all or none: nothing raises from here on
+            self._channel.send(request)
+        self._open |= mine
+        return mine
 
-    def _draw_seed(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed
-        return secrets.randbits(63) if self._seed is None else self._seed
-
-    def _take(self, report: StepReport, open_choices: dict[str, _Choice]) -> None:
-        for event in report.events:
-            choice = open_choices.get(event.id)
-            if choice is None:
-                continue  # a choice that a stop string ended
-            if isinstance(event, Tokens):
-                if choice.push(event):
-                    self._channel.send(Abort(id=event.id, reason=FinishReason.STOP))
-                    del open_choices[event.id]
-            elif isinstance(event, Finished):
-                choice.finish(event)
-                del open_choices[event.id]
-            elif isinstance(event, Refused):
-                raise RequestError(event.message, status=event.status)
+    def _complete(self, params: SamplingParams, output: RequestOutput) -> SamplingParams:
+        """Seed and max_tokens filled in. Raises RequestError for a prompt beyond the context."""
+        context, length = self.engine.hello.max_model_len, len(output.prompt_token_ids)
+        if length >= context:
+            raise RequestError(f"the prompt has {length} tokens, the context {context}")
+        room = context - length
+        seed = params.seed if params.seed is not None else self._seed
+        return msgspec.structs.replace(
+            params,
+            seed=secrets.randbits(63) if seed is None else seed,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        )
 
 
 @dataclass(slots=True)
 class _Choice:
+    output: RequestOutput
     completion: Completion
     stream: TextStream
+    min_tokens: int
+    done: bool = False
+    failure: ToqueError | None = None
 
-    def push(self, event: Tokens) -> bool:
-        """Take tokens; True when a stop string has matched and the rest is not wanted."""
-        self.completion.token_ids.extend(event.ids)
+    def take(self, event: Event) -> bool:
+        """Take an event in; True when a stop string has just matched: the rest is not wanted."""
+        match event:
+            case Tokens():
+                return self._push(event)
+            case PromptScores():
+                if self.completion.index == 0:
+                    self.output.prompt_logprobs.extend(event.logprobs)
+            case Finished():
+                self._finish(event)
+            case Refused():
+                self.done, self.failure = True, RequestError(event.message, status=event.status)
+        return False
+
+    def _push(self, event: Tokens) -> bool:
+        completion, stream = self.completion, self.stream
+        if stream.stopped is not None:
+            return False  # computed before the engine heard of the match
+        completion.token_ids.extend(event.ids)
+        completion.logprobs.extend(event.logprobs)
         for token in event.ids[:-1] if event.ends else event.ids:
-            self.completion.text += self.stream.push(token)
-        self.completion.logprobs.extend(event.logprobs)
-        if self.stream.stopped is not None:
-            self.completion.finish_reason = FinishReason.STOP
-        return self.stream.stopped is not None
+            completion.text += stream.push(token, len(completion.token_ids) > self.min_tokens)
+        return stream.stopped is not None
 
-    def finish(self, event: Finished) -> None:
+    def _finish(self, event: Finished) -> None:
+        self.done = True
+        completion = self.completion
         if event.reason is FinishReason.ERROR:
-            raise EngineError(event.error or "the request failed")
-        self.completion.text += self.stream.flush()
-        self.completion.finish_reason = event.reason
-        self.completion.usage = event.usage
+            self.failure = EngineError(event.error or "the request failed")
+        if self.stream.stopped is None:
+            completion.text += self.stream.flush()
+        stopped = self.stream.stopped is not None
+        completion.finish_reason = FinishReason.STOP if stopped else event.reason
+        completion.usage = msgspec.structs.replace(
+            event.usage, completion_tokens=len(completion.token_ids)
+        )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -30,7 +30,9 @@ def tiny(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("smollm2-server")
-    with serving("smollm2", folder, "--served-model-name", "smollm2", "Qwen") as live:
+    with serving(
+        "smollm2", folder, "--served-model-name", "smollm2", "--served-model-name", "Qwen"
+    ) as live:
         yield live
 
 

@@ -128,7 +128,8 @@ def test_flags_and_fields_are_the_same_thing() -> None:
     """Every field can be set from the command line, and an unknown flag is an error."""
     line = (
         "serve smollm2 --max-num-seqs 7 --no-enable-chunked-prefill --kv-cache-memory-bytes 2GiB "
-        "--kv-cache-dtype float16 --port 9 --served-model-name a b --shutdown-timeout 1.5"
+        "--kv-cache-dtype float16 --port 9 --served-model-name a --served-model-name b "
+        "--shutdown-timeout 1.5"
     )
     arguments = parser().parse_args(line.split())
     engine, serve = _options(EngineOptions, arguments), _options(ServeOptions, arguments)

@@ -26,9 +26,20 @@ from toque import __version__
 from toque.bench.machine import arithmetic_peak, copy_bandwidth
 from toque.build import Engine
 from toque.config import EngineOptions
+from toque.errors import ConfigError, EngineError
 from toque.kernels import physical_cores
 from toque.llm import LLM
-from toque.types import Chunk, Request, RowSetup, SamplingParams, StepPlan, StepReport, Tokens
+from toque.types import (
+    Chunk,
+    Finished,
+    Refused,
+    Request,
+    RowSetup,
+    SamplingParams,
+    StepPlan,
+    StepReport,
+    Tokens,
+)
 from toque.worker.state import DeviceState
 from toque.worker.worker import Worker
 
@@ -61,6 +72,7 @@ def main(arguments: argparse.Namespace, options: EngineOptions) -> int:
         options, max_num_seqs=options.max_num_seqs or max(32, arguments.requests)
     )
     llm = LLM(arguments.model, **dataclasses.asdict(options))
+    check_length(llm, arguments.prompt_tokens + arguments.output_tokens)
     prompts = make_prompts(llm, arguments.requests, arguments.prompt_tokens)
     servers: dict[str, Callable[[], Served]] = {
         "one at a time": lambda: one_at_a_time(llm.engine, prompts, arguments.output_tokens),
@@ -102,6 +114,15 @@ def main(arguments: argparse.Namespace, options: EngineOptions) -> int:
     return 0
 
 
+def check_length(llm: LLM, length: int) -> None:
+    context = llm.engine.config.max_model_len
+    if length > context:
+        raise ConfigError(
+            f"{length} tokens per request do not fit the context of {context}: "
+            f"lower --prompt-tokens or --output-tokens"
+        )
+
+
 def make_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
     """Random tokens, a fixed seed: nothing is shared, so the prefix cache has no part in this."""
     vocab = llm.tokenizer.vocab_size
@@ -126,7 +147,10 @@ def one_at_a_time(engine: Engine, prompts: Sequence[Sequence[int]], num_output: 
             ),
         )
         while len(tokens) < num_output:
-            tokens.append(worker.run(plan).sampled[0].token)
+            sampled = worker.run(plan).sampled[0]
+            if sampled.error is not None:
+                raise EngineError(sampled.error)
+            tokens.append(sampled.token)
             if len(tokens) == 1:
                 first_token_s.append(time.perf_counter() - t0)
             start = len(prompt) + len(tokens) - 1
@@ -156,6 +180,10 @@ def engine(llm: LLM, prompts: Sequence[Sequence[int]], num_output: int) -> Serve
                 if isinstance(event, Tokens):
                     first_token_s.setdefault(event.id, now_s)
                     tokens[event.id].extend(event.ids)
+                elif isinstance(event, Refused) or (
+                    isinstance(event, Finished) and len(tokens[event.id]) < num_output
+                ):
+                    raise EngineError(f"a request of the benchmark ended early: {event}")
     return Served(list(first_token_s.values()), time.perf_counter() - t0, list(tokens.values()))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import socket
 import ssl
 import subprocess
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toque.config import EngineOptions, ServeOptions
+from toque.config import EngineOptions, ServeOptions, check_serve
 from toque.engine_process import Orders, exit_reason, setup_logging, start_engine
 from toque.errors import ConfigError, ToqueError
 from toque.files.fetch import Located, locate
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_OPEN_FILES = 65536
 ENGINE_EXIT_S = 5.0  # how long the engine gets to end after Shutdown, then it is killed
 
 
@@ -40,6 +42,8 @@ def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
     """Run the server; returns the exit code. The port is taken first: if it cannot be had, nothing
     has been fetched or loaded for it."""
     setup_logging()
+    check_serve(options)
+    _raise_open_files()
     _check_tls(options)
     with bind(options.host, options.port) as listening:
         located = locate(model, progress=terminal_progress())
@@ -68,6 +72,14 @@ def _check_tls(options: ServeOptions) -> None:
             context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
         except OSError as error:
             raise ConfigError(f"the certificate or its key cannot be used: {error}") from error
+
+
+def _raise_open_files() -> None:
+    """A connection is an open file, and the usual soft limit of 1024 is less than a crowd."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:
@@ -167,4 +179,6 @@ def _tokenizer(located: Located, options: EngineOptions) -> Tokenizer:
     from toque.files.checkpoint import open_checkpoint
     from toque.serve.tokenizer import load_tokenizer
 
-    return load_tokenizer(open_checkpoint(located.path, options.load_format))
+    tokenizer = load_tokenizer(open_checkpoint(located.path, options.load_format))
+    tokenizer.prepare()  # while the engine loads its weights
+    return tokenizer

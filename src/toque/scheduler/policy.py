@@ -34,7 +34,7 @@ class Fcfs:
         return max(running, key=self.key)
 
 
-class ByPriority:
+class ByPriority(Fcfs):
     """Lower numbers first, equal ones as they came; the last of that order is preempted.
 
     A steady flow of more urgent requests keeps a less urgent one waiting for ever: that is what
@@ -43,9 +43,6 @@ class ByPriority:
 
     def key(self, sequence: Sequence) -> tuple[float, ...]:
         return (sequence.request.priority, sequence.order)
-
-    def victim(self, running: Iterable[Sequence]) -> Sequence:
-        return max(running, key=self.key)
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs, "priority": ByPriority}

@@ -6,9 +6,24 @@ Owns: the numbers of one scheduler. Knows: requests and chunks. Does not know: o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from toque.scheduler.sequence import Sequence
-from toque.types import Chunk, Counters, Request, RowSetup, TokenId
+from toque.types import Chunk, Counters, Request, RowSetup, SamplingParams, TokenId
+
+RANGES = (
+    ("max_tokens", 0, inf),
+    ("min_tokens", 0, inf),
+    ("temperature", 0, 1e6),
+    ("top_k", 0, inf),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0, 1e6),
+    ("presence_penalty", -1e6, 1e6),
+    ("frequency_penalty", -1e6, 1e6),
+    ("logprobs", 0, inf),
+    ("prompt_logprobs", 0, inf),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +47,29 @@ class Limits:
                 f"the prompt has {len(prompt)} tokens; with at least one more they do not "
                 f"fit the context of {self.max_model_len}"
             )
-        named = (*sampling.allowed_token_ids, *(t for word in sampling.bad_words for t in word))
+        named = (
+            *sampling.allowed_token_ids,
+            *sampling.logit_bias,
+            *sampling.stop_token_ids,
+            *(token for word in sampling.bad_words for token in word),
+        )
         for ids, what in ((prompt, "the prompt"), (named, "the sampling parameters")):
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 return f"a token id of {what} is outside the vocabulary of {self.vocab_size}"
         if sampling.seed is None:
             return "the request carries no seed"
-        if sampling.max_tokens is not None and sampling.max_tokens < 0:
-            return "max_tokens is below 0"
-        return None
+        return out_of_range(sampling)
+
+
+def out_of_range(sampling: SamplingParams) -> str | None:
+    """Numbers that have no meaning, whoever sent them; serve's own limits are narrower."""
+    for name, low, high in RANGES:
+        value = getattr(sampling, name)
+        if value is not None and not low <= value <= high:
+            return f"{name} is {value}; it must be between {low:g} and {high:g}"
+    if sampling.top_p == 0 or sampling.repetition_penalty == 0:
+        return "top_p and repetition_penalty must be above 0"
+    return None
 
 
 @dataclass(slots=True)

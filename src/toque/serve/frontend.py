@@ -237,6 +237,8 @@ class EngineClient:
 
     def _report(self, report: StepReport, now_s: float) -> None:
         self.load = report.load
+        if report.times is not None:
+            self.predicted_ms = 0.0  # the step that announced itself is over
         self._metrics.step(report)
         gaps_s: dict[float, int] = defaultdict(int)
         for event in report.events:

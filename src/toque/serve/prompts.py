@@ -5,7 +5,7 @@ Owns: nothing. Knows: the tokenizer, the context. Does not know: sampling, reque
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,10 @@ _MIDDLE_TOKENS = (
 )
 
 
+MAX_CALL_TOKENS = 4_000_000  # prompt tokens x n of one request
+PROMPT_COST_CHARS = 64  # what a message or prompt costs beside its text, in characters
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     tokens: tuple[int, ...]
@@ -37,13 +41,25 @@ async def completion_prompts(
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     texts = _prompt_list(body.prompt)
     check_sequences(service, len(texts), body.n or 1)
-    encode = _middle_encoder(tokenizer, body) if body.suffix else _encoder(tokenizer, hello, body)
-    size = sum(len(text) for text in texts)  # ids count too: they are decoded for an echo
-    prompts = await service.text_work(size, lambda: [encode(text) for text in texts])
+    for text in texts:  # before an echo decodes them
+        if not isinstance(text, str) and body.truncate_prompt_tokens is None:
+            check_fits(text, hello, "prompt")
+    # Ids count as well (an echo decodes them), and each prompt has a cost of its own.
+    size = sum(len(text) + PROMPT_COST_CHARS for text in texts) + len(body.suffix or "")
+    prompts = await service.text_work(size, lambda: _encode_all(tokenizer, hello, body, texts))
     fitting = [_truncated(prompt, tokenizer, hello, body) for prompt in prompts]
     for prompt in fitting:
         check_fits(prompt.tokens, hello, "prompt")
+    check_total([len(prompt.tokens) for prompt in fitting], body.n or 1)
     return fitting
+
+
+def _encode_all(
+    tokenizer: TextTokenizer, hello: Hello, body: CompletionBody, texts: list[str | list[int]]
+) -> list[Prompt]:
+    """Runs in a thread where it is long. Raises RequestError."""
+    encode = _middle_encoder(tokenizer, body) if body.suffix else _encoder(tokenizer, hello, body)
+    return [encode(text) for text in texts]
 
 
 async def chat_prompt(
@@ -54,6 +70,7 @@ async def chat_prompt(
     tokens = await chat_tokens(service, tokenizer, body, body.messages)
     prompt = _truncated(Prompt(tuple(tokens)), tokenizer, hello, body)
     check_fits(prompt.tokens, hello, "messages")
+    check_total([len(prompt.tokens)], body.n or 1)
     return prompt
 
 
@@ -76,7 +93,8 @@ async def chat_tokens(
             "continue_final_message",
         )
     generation = body.add_generation_prompt is not False and not carry_on
-    size_chars = sum(len(message["content"]) for message in plain)
+    size_chars = sum(len(message["content"]) + PROMPT_COST_CHARS for message in plain)
+    size_chars += len(repr(kwargs))
     return await service.text_work(
         size_chars,
         lambda: tokenizer.encode_chat(
@@ -85,7 +103,7 @@ async def chat_tokens(
     )
 
 
-def check_fits(tokens: tuple[int, ...], hello: Hello, param: str) -> None:
+def check_fits(tokens: Sequence[int], hello: Hello, param: str) -> None:
     if not tokens:
         raise RequestError(f"'{param}' has no tokens", param)
     if len(tokens) >= hello.max_model_len:
@@ -94,6 +112,16 @@ def check_fits(tokens: tuple[int, ...], hello: Hello, param: str) -> None:
             f"holds at most {hello.max_model_len - 1} and one to generate"
         )
         raise FailedCall(Failure(400, message, param, "context_length_exceeded"))
+
+
+def check_total(lengths: list[int], n: int) -> None:
+    """Every sequence carries its prompt to the engine: their sum must not fill the memory."""
+    if sum(lengths) * n > MAX_CALL_TOKENS:
+        raise RequestError(
+            f"{sum(lengths)} prompt tokens x 'n' {n} are too many for one request; "
+            f"at most {MAX_CALL_TOKENS}",
+            "n",
+        )
 
 
 def check_sequences(service: Service, prompts: int, n: int) -> None:

@@ -169,6 +169,10 @@ class Tokenizer:
         ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
+    def prepare(self) -> None:
+        """Make now what the first typed control token would wait for: a second or two."""
+        _ = self._plain_encoder
+
     @cached_property
     def _plain_encoder(self) -> tokenizers.Tokenizer:
         # A copy, because the switch is a property of the encoder and other threads are using it.

@@ -113,7 +113,8 @@ class RowSampler:
 
 def draw(logits: Row, params: SamplingParams, u: float) -> TokenId:
     """One token by inverting the cumulative distribution, in order of id, at `u` in [0, 1)."""
-    scaled = logits.astype(np.float64) / params.temperature  # [vocab]
+    # The best is at 0 whatever the temperature: a tiny one cannot overflow.
+    scaled = (logits.astype(np.float64) - float(logits.max())) / params.temperature  # [vocab]
     ids = top_ids(logits, params.top_k) if params.top_k > 0 else None
     kept = scaled if ids is None else scaled[np.sort(ids)]
     kept_ids = np.arange(len(scaled)) if ids is None else np.sort(ids)

@@ -79,19 +79,27 @@ class Worker:
         out: list[Sampled] = []
         begin = 0
         for chunk in chunks:
-            end = begin + len(chunk.targets)
-            scores = self._score(chunk, hidden[begin:end])
-            if isinstance(scores, Sampled):
-                out.append(scores)  # it failed
-            elif chunk.sample:
-                logits = self._model.logits(hidden[end : end + 1])  # [1, vocab]
-                self._forget_padding(logits)
-                sampled = self._sample(chunk, logits[0])
-                out.append(structs.replace(sampled, scores=scores))
-            elif scores:
-                out.append(Sampled(row=chunk.row, scores=scores))
-            begin = end + chunk.sample
+            end = begin + len(chunk.targets) + chunk.sample
+            try:
+                out += self._score_one(chunk, hidden[begin:end])
+            except Exception as error:
+                log.exception("a sequence failed in scoring")
+                failed = f"scoring failed: {type(error).__name__}"
+                out.append(Sampled(row=chunk.row, error=failed))
+            begin = end
         return out
+
+    def _score_one(self, chunk: Chunk, hidden: Floats) -> list[Sampled]:
+        """`hidden`: [targets (+ 1 where the chunk samples), hidden]."""
+        targets = len(chunk.targets)
+        scores = self._score(chunk, hidden[:targets])
+        if isinstance(scores, Sampled):
+            return [scores]  # it failed
+        if not chunk.sample:
+            return [Sampled(row=chunk.row, scores=scores)] if scores else []
+        logits = self._model.logits(hidden[targets:])  # [1, vocab]
+        self._forget_padding(logits)
+        return [structs.replace(self._sample(chunk, logits[0]), scores=scores)]
 
     def _forget_padding(self, logits: Floats) -> None:  # [rows, vocab]
         logits[:, self._padding] = -np.inf
