@@ -18,9 +18,10 @@ SCALE: NDArray[np.float64] = np.array([1.0, 1e2, 1e5])  # to one order of magnit
 
 
 def features(plan: StepPlan) -> NDArray[np.float64]:  # [3]
-    """1, tokens, query-key pairs; scaled."""
+    """1, tokens (a scored one counts twice), query-key pairs; scaled."""
     pairs = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens) for chunk in plan.chunks)
-    return np.array([1.0, plan.num_tokens, pairs], dtype=np.float64) / SCALE
+    tokens = plan.num_tokens + sum(len(chunk.targets) for chunk in plan.chunks)
+    return np.array([1.0, tokens, pairs], dtype=np.float64) / SCALE
 
 
 class StepCost:

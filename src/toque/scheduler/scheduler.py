@@ -38,6 +38,9 @@ from toque.types import (
 )
 
 
+SCORED_CHUNK_TOKENS = 64  # of one sequence and step, while it reports prompt logprobs
+
+
 class Scheduler:
     def __init__(self, limits: Limits, cache: CacheManager, policy: Policy) -> None:
         self._limits = limits
@@ -120,9 +123,10 @@ class Scheduler:
     def _chunk_tokens(self, sequence: Sequence, draft: Draft) -> int:
         """How many tokens to compute now; 0 = not in this step."""
         num_tokens = min(sequence.num_to_do, draft.budget_tokens)
-        if num_tokens < sequence.num_to_do and not self._limits.chunked_prefill:
-            return 0
-        return num_tokens
+        if not self._limits.chunked_prefill:
+            return num_tokens if num_tokens == sequence.num_to_do else 0
+        # A scored token costs a row of the head and a softmax over the vocabulary besides.
+        return min(num_tokens, SCORED_CHUNK_TOKENS) if sequence.num_to_score else num_tokens
 
     def _put(
         self, sequence: Sequence, num_tokens: int, pages: tuple[int, ...], draft: Draft
