@@ -37,7 +37,6 @@ from toque.types import (
     Tokens,
 )
 
-
 SCORED_CHUNK_TOKENS = 64  # of one sequence and step, while it reports prompt logprobs
 
 
