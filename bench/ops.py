@@ -105,9 +105,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def kv_dtypes() -> list[str]:
-    """What --kv-cache-dtype of the server offers, but for auto."""
+    """What --kv-cache-dtype of the server offers, but for other names of the same."""
     choices = EngineOptions.__dataclass_fields__["kv_cache_dtype"].metadata["choices"]
-    return [choice for choice in choices if choice != "auto"]
+    return [choice for choice in choices if choice not in ("auto", "fp8")]
 
 
 def measured(

@@ -1,47 +1,58 @@
-// Causal attention over paged keys and values, with an online softmax (arXiv:2205.14135).
+// Causal attention over paged keys and values, softmax part by part (arXiv:2205.14135).
 //
 // A unit of work is a block of neighbouring tokens of one chunk and one KV head with the query
-// heads that share it: "rows" below are its (token, head) pairs, token after token. It passes over
-// the sequence's keys from position 0 in blocks of KEYS, whatever the size of a page:
+// heads that share it: "rows" below are its (token, head) pairs, token after token. Its keys are
+// taken in parts of PART, counted from position 0 whatever the size of a page:
 //
-//     positions   0 ........ 31 | 32 ....... 63 | 64 ....... 95 |
-//     token at 40   all          first 9         -                 keys it may see in each block
+//     positions    0 ..... 255 | 256 ..... 511 | 512 ..... 767 |
+//     token at 300    all         first 45        -               keys it may see in each part
 //
-// For each block and row: scores, the new maximum, weights, their sum, and the weighted values.
-// What a row computes depends on its own position alone: blocks begin at fixed positions, a row
-// stops at its own position, and the order within a block is fixed. So its bits do not depend on
-// how the sequence was cut into chunks, nor on what else is in the batch.
+// For each part and row: all scores, their maximum, weights, their sum, and the weighted values;
+// parts are then joined in order. What a row computes depends on its own position alone: parts and
+// the steps within them begin at fixed positions, and a row stops at its own. So its bits do not
+// depend on how the sequence was cut into chunks, on what else is in the batch, nor on whether the
+// parts of one unit are computed by one thread or by several.
 
 #include "tile.h"
+#include "widen_pages.h"
 
 namespace toque {
 
-// Multiple of PANEL. Larger blocks rescale less often; a block's keys and values should fit L1.
-constexpr long KEYS = 32;
+// Multiples of PANEL; PART is one of STEP.
+constexpr long PART = 256;  // keys that a softmax is taken over at once
+constexpr long STEP = 32;   // values that are widened together: they should fit L1
+
+// Rows of weights lie this many floats apart. Not PART itself: at distances of a power of two they
+// would share a few lines of the cache.
+constexpr long WEIGHTS_STRIDE = PART + PANEL;
+
+// With fewer units than this for each thread, the parts of a unit are shared out too.
+constexpr long UNITS_PER_THREAD = 4;
 
 namespace TOQUE_ISA {
 
-// Where the keys and values of one block lie in the pages, in elements.
-struct Places {
-  long count;  // keys that any row may see
-  long at[KEYS];
+// What a unit knows of its keys: of one part, or of all that were joined so far.
+struct Partial {
+  float* out;      // [rows, dim_padded], weighted values, not divided by total
+  float* maximum;  // [rows], of the scores
+  float* total;    // [rows], of the weights
 };
 
-// Scratch of one unit of work; rows padded so that every vector access stays inside.
+// Scratch of one thread; rows padded so that every vector access stays inside.
 struct Block {
   long rows;
   long group;       // query heads per KV head
   long dim;
   long dim_padded;  // to whole panels
+  long kv_head;
   float* q;         // [rows, dim], scaled
-  float* out;       // [rows, dim_padded], weighted values, not yet divided by total
-  float* weights;   // [rows, KEYS], scores first
-  float* keys;      // [KEYS / PANEL, dim, PANEL]: as panels
-  float* values;    // [KEYS, dim_padded]
-  float* maximum;   // [rows], of the scores so far
-  float* total;     // [rows], of the weights so far
-  float* zeros;     // [dim], stands for a key beyond the block's last token
-  long* visible;    // [rows], keys of the current block that the row may see
+  float* weights;   // [rows, WEIGHTS_STRIDE], scores first
+  float* keys;      // [dim, PANEL]: a panel
+  float* values;    // [STEP, dim_padded]
+  float* turned;    // [dim], see widen_pages.h
+  long* visible;    // [rows], keys of the current part that the row may see
+  Partial part;
+  Partial joined;
 };
 
 static long padded(long count) { return (count + PANEL - 1) / PANEL * PANEL; }
@@ -51,207 +62,247 @@ static long block_rows(const Attention& a) {
   return padded(group * tokens_per_block(group));
 }
 
-long scratch_floats(const Attention& a) {
-  const long rows = block_rows(a), dim = padded(a.pages.dim);
-  return rows * (2 * dim + KEYS + 4) + KEYS * 2 * dim + dim;
+static long partial_floats(const Attention& a) {
+  return block_rows(a) * (padded(a.pages.dim) + 2);
 }
 
-static Block lay_out(const Attention& a, const TokenBlock& tokens, float* scratch) {
+static long thread_floats(const Attention& a) {
+  const long rows = block_rows(a), dim = padded(a.pages.dim);
+  return rows * (dim + WEIGHTS_STRIDE + 2) + dim * (PANEL + STEP + 1) + 2 * partial_floats(a);
+}
+
+static long units(const Attention& a) { return a.num_blocks * a.pages.kv_heads; }
+
+// Of the unit with the longest context.
+static long most_parts(const Attention& a) {
+  long most = 0;
+  for (long i = 0; i < a.num_blocks; ++i) {
+    const long context = a.blocks[i].first_position + a.blocks[i].tokens;
+    most = context > most ? context : most;
+  }
+  return (most + PART - 1) / PART;
+}
+
+static bool shares_parts(const Attention& a, int threads) {
+  return threads > 1 && units(a) < UNITS_PER_THREAD * threads && most_parts(a) > 1;
+}
+
+static long steps_floats(const Attention& a) { return padded(a.pages.dim) * PANEL; }
+
+long scratch_floats(const Attention& a, int threads) {
+  const long shared = shares_parts(a, threads) ? units(a) * most_parts(a) * partial_floats(a) : 0;
+  return steps_floats(a) + threads * thread_floats(a) + shared;
+}
+
+static Partial partial_at(const Attention& a, float* memory) {
+  const long rows = block_rows(a);
+  float* maximum = memory + rows * padded(a.pages.dim);
+  return {memory, maximum, maximum + rows};
+}
+
+static Block lay_out(const Attention& a, const TokenBlock& tokens, long kv_head, float* scratch) {
   Block b;
   const long most_rows = block_rows(a);
   b.group = a.heads / a.pages.kv_heads;
   b.rows = tokens.tokens * b.group;
   b.dim = a.pages.dim;
   b.dim_padded = padded(b.dim);
+  b.kv_head = kv_head;
   b.q = scratch;
-  b.out = b.q + most_rows * b.dim_padded;
-  b.weights = b.out + most_rows * b.dim_padded;
-  b.keys = b.weights + most_rows * KEYS;
-  b.values = b.keys + KEYS * b.dim_padded;
-  b.zeros = b.values + KEYS * b.dim_padded;
-  b.maximum = b.zeros + b.dim_padded;
-  b.total = b.maximum + most_rows;
-  b.visible = (long*)(b.total + most_rows);  // two floats' room each
+  b.weights = b.q + most_rows * b.dim_padded;
+  b.keys = b.weights + most_rows * WEIGHTS_STRIDE;
+  b.values = b.keys + b.dim_padded * PANEL;
+  b.turned = b.values + b.dim_padded * STEP;
+  b.visible = (long*)(b.turned + b.dim_padded);  // two floats' room each
+  float* partials = b.turned + b.dim_padded + 2 * most_rows;
+  b.part = partial_at(a, partials);
+  b.joined = partial_at(a, partials + partial_floats(a));
   return b;
 }
 
-static void start(const Attention& a, const TokenBlock& tokens, long kv_head, Block& b) {
+static void start(const Attention& a, const TokenBlock& tokens, Block& b) {
   for (long t = 0; t < tokens.tokens; ++t) {
-    const float* q = a.q + ((tokens.first_token + t) * a.heads + kv_head * b.group) * b.dim;
+    const float* q = a.q + ((tokens.first_token + t) * a.heads + b.kv_head * b.group) * b.dim;
     float* to = b.q + t * b.group * b.dim;
     for (long i = 0; i < b.group * b.dim; ++i) to[i] = q[i] * a.scale;
   }
-  memset(b.out, 0, b.rows * b.dim_padded * sizeof(float));
-  memset(b.values, 0, KEYS * b.dim_padded * sizeof(float));  // the padding is never written again
-  memset(b.zeros, 0, b.dim_padded * sizeof(float));
-  for (long r = 0; r < b.rows; ++r) b.maximum[r] = -INFINITY, b.total[r] = 0;
+  memset(b.keys, 0, b.dim_padded * PANEL * sizeof(float));
+  memset(b.values, 0, STEP * b.dim_padded * sizeof(float));  // the padding is never written again
 }
 
-// Where keys and values of the block from position `first` on lie in the pages, in elements. One
-// division for all of them: it takes as long as forty multiply-adds.
-static void locate(const Pages& pages, const TokenBlock& tokens, long kv_head, long first,
-                   Places& to) {
-  const long context = tokens.first_position + tokens.tokens;  // keys of the last token
-  to.count = context - first < KEYS ? context - first : KEYS;
-  if (to.count <= 0) return;  // the table has no place there
-  const int32_t* page = tokens.page_table + first / pages.block_size;
-  long offset = first % pages.block_size;
-  for (long k = 0; k < to.count; ++k) {
-    to.at[k] = ((*page * pages.kv_heads + kv_head) * pages.block_size + offset) * pages.dim;
-    if (++offset == pages.block_size) offset = 0, ++page;
+static void start_joining(Block& b) {
+  memset(b.joined.out, 0, b.rows * b.dim_padded * sizeof(float));
+  for (long r = 0; r < b.rows; ++r) b.joined.maximum[r] = -INFINITY, b.joined.total[r] = 0;
+}
+
+// b.weights[row] = q[row] . key for the `count` keys from position `first` on. Columns do not mix,
+// so rows that see no key of a panel may be left out.
+template <KvType TYPE>
+static void score(const Attention& a, const TokenBlock& tokens, const float* steps, long first,
+                  long count, Block& b) {
+  PageWalk walk(a.pages, tokens.page_table, b.kv_head, first);
+  for (long k = 0; k < count; k += PANEL) {
+    const long blind_tokens = first + k - tokens.first_position;
+    const long row = blind_tokens > 0 ? blind_tokens * b.group : 0;
+    const long keys = count - k < PANEL ? count - k : PANEL;
+    walk.prefetch_keys<TYPE>(count - k - PANEL);
+    walk.take_keys<TYPE>(keys, b.keys);
+    if (a.bias.bias) add_bias(a, steps, first + k, b.kv_head, b.turned, b.keys);
+    add_product<true>({b.q + row * b.dim, b.dim, b.keys, PANEL, b.dim,
+                       b.weights + row * WEIGHTS_STRIDE + k, WEIGHTS_STRIDE},
+                      b.rows - row);
   }
 }
 
-// Pages are scattered, and too short for the processor to notice a stream.
-static void prefetch(const Pages& pages, const Places& next) {
-  constexpr long CACHE_LINE = 64;
-  const long size = pages.is_half ? sizeof(half) : sizeof(float);
-  for (long k = 0; k < next.count; ++k) {
-    for (long byte = 0; byte < pages.dim * size; byte += CACHE_LINE) {
-      __builtin_prefetch((const char*)pages.keys + next.at[k] * size + byte);
-      __builtin_prefetch((const char*)pages.values + next.at[k] * size + byte);
-    }
-  }
-}
-
-// Eight keys [8, dim] into eight neighbouring columns of a panel [dim, PANEL].
-template <class Number>
-static void interleave(const Number* const (&keys)[8], long dim, float* panel) {
-  long d = 0;
-  for (; d + LANES <= dim; d += LANES) {
-    f32x8 m[8];
-    for (int i = 0; i < 8; ++i) m[i] = load(keys[i] + d);
-    transpose(m);
-    for (int i = 0; i < 8; ++i) store(panel + (d + i) * PANEL, m[i]);
-  }
-  for (; d < dim; ++d) {
-    for (int i = 0; i < 8; ++i) panel[d * PANEL + i] = to_float(keys[i][d]);
-  }
-}
-
-template <class Number>
-static void read_keys(const Number* pages, const Places& places, Block& b) {
-  for (long k = 0; k < KEYS; k += LANES) {
-    const Number* keys[8];
-    for (long i = 0; i < 8; ++i) {
-      keys[i] = k + i < places.count ? pages + places.at[k + i] : (const Number*)b.zeros;
-    }
-    interleave(keys, b.dim, b.keys + k / PANEL * PANEL * b.dim + k % PANEL);
-  }
-}
-
-template <class Number>
-static void read_values(const Number* pages, const Places& places, Block& b) {
-  for (long k = 0; k < places.count; ++k) {
-    const Number* from = pages + places.at[k];
-    float* to = b.values + k * b.dim_padded;
-    long d = 0;
-    for (; d + LANES <= b.dim; d += LANES) store(to + d, load(from + d));
-    for (; d < b.dim; ++d) to[d] = to_float(from[d]);
-  }
-}
-
-// weights[row] = q[row] . key, for all rows and all KEYS columns; columns do not mix.
-static void score(Block& b) {
-  memset(b.weights, 0, b.rows * KEYS * sizeof(float));
-  for (long k = 0; k < KEYS; k += PANEL) {
-    add_product({b.q, b.dim, b.keys + k * b.dim, PANEL, b.dim, b.weights + k, KEYS}, b.rows);
-  }
-}
-
-static void scale(float* row, long count, float factor) {
-  for (long i = 0; i < count; i += LANES) store(row + i, load(row + i) * splat(factor));
-}
-
-// From scores to weights relative to the new maximum; what the row has so far is scaled to it.
+// From scores to weights relative to the part's maximum.
 static void soften(Block& b, long row) {
-  float* weights = b.weights + row * KEYS;
-  for (long k = b.visible[row]; k < KEYS; ++k) weights[k] = -INFINITY;
-  f32x8 best = load(weights);
-  for (long k = LANES; k < KEYS; k += LANES) best = max(best, load(weights + k));
-  const float old = b.maximum[row], block = max_lane(best);
-  const float maximum = block > old ? block : old;
+  float* weights = b.weights + row * WEIGHTS_STRIDE;
+  const long visible = b.visible[row];
+  for (long k = visible; k % LANES != 0; ++k) weights[k] = -INFINITY;
+  f32x8 best = splat(-INFINITY);
+  for (long k = 0; k < visible; k += LANES) best = max(best, load(weights + k));
+  const float maximum = max_lane(best);
   f32x8 total = splat(0);
-  for (long k = 0; k < KEYS; k += LANES) {
+  for (long k = 0; k < visible; k += LANES) {
     const f32x8 e = exp(load(weights + k) - splat(maximum));
     store(weights + k, e);
     total = total + e;
   }
-  const float factor = old == -INFINITY ? 0 : exp(splat(old - maximum))[0];
-  b.maximum[row] = maximum;
-  b.total[row] = b.total[row] * factor + sum(total);
-  if (factor != 1) scale(b.out + row * b.dim_padded, b.dim_padded, factor);
+  b.part.maximum[row] = maximum;
+  b.part.total[row] = sum(total);
 }
 
-// out[row] += weights[row] @ values, over the keys that the row may see: a value it may not see is
-// not multiplied by zero but left out, since zero times infinity is not zero.
-static void add_values(Block& b) {
+// Values that a row may see of the step that begins at key k of the part.
+static long depth_at(const Block& b, long row, long k) {
+  const long depth = b.visible[row] - k;
+  return depth < 0 ? 0 : (depth < STEP ? depth : STEP);
+}
+
+// out[row] += weights[row] @ values of that step. A value that a row may not see is not multiplied by
+// zero but left out, since zero times infinity is not zero.
+static void add_values(Block& b, long k) {
   for (long begin = 0, end; begin < b.rows; begin = end) {
-    const long visible = b.visible[begin];
-    for (end = begin + 1; end < b.rows && b.visible[end] == visible;) ++end;
-    for (long d = 0; visible > 0 && d < b.dim_padded; d += PANEL) {
-      add_product({b.weights + begin * KEYS, KEYS, b.values + d, b.dim_padded, visible,
-                   b.out + begin * b.dim_padded + d, b.dim_padded},
+    const long depth = depth_at(b, begin, k);
+    for (end = begin + 1; end < b.rows && depth_at(b, end, k) == depth;) ++end;
+    for (long d = 0; depth > 0 && d < b.dim_padded; d += PANEL) {
+      add_product({b.weights + begin * WEIGHTS_STRIDE + k, WEIGHTS_STRIDE, b.values + d,
+                   b.dim_padded, depth, b.part.out + begin * b.dim_padded + d, b.dim_padded},
                   end - begin);
     }
   }
 }
 
-static void finish(const Attention& a, const TokenBlock& tokens, long kv_head, const Block& b) {
+// One part, from position `first` on, into b.part.
+template <KvType TYPE>
+static void attend_part(const Attention& a, const TokenBlock& tokens, const float* steps,
+                        long first, Block& b) {
+  const long context = tokens.first_position + tokens.tokens;  // keys of the last token
+  const long count = context - first < PART ? context - first : PART;
+  for (long r = 0; r < b.rows; ++r) {
+    const long seen = tokens.first_position + r / b.group + 1 - first;
+    b.visible[r] = seen < 0 ? 0 : (seen < PART ? seen : PART);
+  }
+  score<TYPE>(a, tokens, steps, first, count, b);
+  for (long r = 0; r < b.rows; ++r) soften(b, r);
+  memset(b.part.out, 0, b.rows * b.dim_padded * sizeof(float));
+  PageWalk walk(a.pages, tokens.page_table, b.kv_head, first);
+  for (long k = 0; k < count; k += STEP) {
+    walk.prefetch_values<TYPE>(count - k - STEP, STEP);
+    walk.take_values<TYPE>(count - k < STEP ? count - k : STEP, b.values, b.dim_padded);
+    add_values(b, k);
+  }
+}
+
+// Adds a part to what comes before it. A row that sees none of its keys has the maximum -inf there,
+// and -inf for both would make NaN of their difference.
+static void join(const Partial& part, Block& b) {
+  for (long r = 0; r < b.rows; ++r) {
+    const float old = b.joined.maximum[r], here = part.maximum[r];
+    if (here == -INFINITY && part.total[r] == 0) continue;
+    const float maximum = here > old ? here : old;
+    const f32x8 before = old == -INFINITY ? splat(0) : exp(splat(old - maximum));
+    const f32x8 now = exp(splat(here - maximum));
+    float* out = b.joined.out + r * b.dim_padded;
+    const float* added = part.out + r * b.dim_padded;
+    for (long d = 0; d < b.dim_padded; d += LANES) {
+      store(out + d, fma(load(added + d), now, load(out + d) * before));
+    }
+    b.joined.maximum[r] = maximum;
+    b.joined.total[r] = fma(splat(part.total[r]), now, splat(b.joined.total[r]) * before)[0];
+  }
+}
+
+static void finish(const Attention& a, const TokenBlock& tokens, const Block& b) {
   for (long r = 0; r < b.rows; ++r) {
     const long token = tokens.first_token + r / b.group;
-    const long head = kv_head * b.group + r % b.group;
+    const long head = b.kv_head * b.group + r % b.group;
+    const float* from = b.joined.out + r * b.dim_padded;
     float* to = a.result + (token * a.heads + head) * b.dim;
-    for (long d = 0; d < b.dim; ++d) to[d] = b.out[r * b.dim_padded + d] / b.total[r];
+    for (long d = 0; d < b.dim; ++d) to[d] = from[d] / b.joined.total[r];
   }
 }
 
-static void look_ahead(const Attention& a, const TokenBlock& tokens, long kv_head, long first,
-                       Places& next) {
-  locate(a.pages, tokens, kv_head, first, next);
-  prefetch(a.pages, next);
-}
-
-template <class Number>
-static void attend_block(const Attention& a, const Places& places, Block& b) {
-  read_keys((const Number*)a.pages.keys, places, b);
-  read_values((const Number*)a.pages.values, places, b);
-  score(b);
-  for (long r = 0; r < b.rows; ++r) {
-    if (b.visible[r] > 0) soften(b, r);
-  }
-  add_values(b);
-}
-
-template <class Number>
-static void attend(const Attention& a, const TokenBlock& tokens, long kv_head, float* scratch) {
-  Block b = lay_out(a, tokens, scratch);
-  start(a, tokens, kv_head, b);
-  Places places, next;
-  look_ahead(a, tokens, kv_head, 0, next);
-  for (long first = 0; next.count > 0; first += KEYS) {
-    places = next;
-    look_ahead(a, tokens, kv_head, first + KEYS, next);
-    for (long r = 0; r < b.rows; ++r) {
-      const long seen = tokens.first_position + r / b.group + 1 - first;
-      b.visible[r] = seen < 0 ? 0 : (seen < KEYS ? seen : KEYS);
+// Units whole, one thread each.
+template <KvType TYPE>
+static void attend_units(Pool& pool, const Attention& a, const float* steps, float* scratch) {
+  parallel(pool, units(a), [&a, steps, scratch](long unit, int worker) {
+    const TokenBlock& tokens = a.blocks[unit / a.pages.kv_heads];
+    Block b = lay_out(a, tokens, unit % a.pages.kv_heads, scratch + worker * thread_floats(a));
+    start(a, tokens, b);
+    start_joining(b);
+    for (long first = 0; first < tokens.first_position + tokens.tokens; first += PART) {
+      attend_part<TYPE>(a, tokens, steps, first, b);
+      join(b.part, b);
     }
-    attend_block<Number>(a, places, b);
+    finish(a, tokens, b);
+  });
+}
+
+// The same, but the parts of a unit are computed in any order by any thread, and joined afterwards.
+template <KvType TYPE>
+static void attend_parts(Pool& pool, const Attention& a, const float* steps, float* scratch) {
+  const long parts = most_parts(a);
+  float* shared = scratch + pool_threads(pool) * thread_floats(a);
+  parallel(pool, units(a) * parts, [&a, steps, scratch, shared, parts](long task, int worker) {
+    const long unit = task / parts, first = task % parts * PART;
+    const TokenBlock& tokens = a.blocks[unit / a.pages.kv_heads];
+    if (first >= tokens.first_position + tokens.tokens) return;
+    Block b = lay_out(a, tokens, unit % a.pages.kv_heads, scratch + worker * thread_floats(a));
+    start(a, tokens, b);
+    b.part = partial_at(a, shared + task * partial_floats(a));
+    attend_part<TYPE>(a, tokens, steps, first, b);
+  });
+  parallel(pool, units(a), [&a, scratch, shared, parts](long unit, int worker) {
+    const TokenBlock& tokens = a.blocks[unit / a.pages.kv_heads];
+    Block b = lay_out(a, tokens, unit % a.pages.kv_heads, scratch + worker * thread_floats(a));
+    start_joining(b);
+    for (long part = 0; part * PART < tokens.first_position + tokens.tokens; ++part) {
+      join(partial_at(a, shared + (unit * parts + part) * partial_floats(a)), b);
+    }
+    finish(a, tokens, b);
+  });
+}
+
+template <KvType TYPE>
+static void attend(Pool& pool, const Attention& a, const float* steps, float* scratch) {
+  if (shares_parts(a, pool_threads(pool))) {
+    attend_parts<TYPE>(pool, a, steps, scratch);
+  } else {
+    attend_units<TYPE>(pool, a, steps, scratch);
   }
-  finish(a, tokens, kv_head, b);
 }
 
 void attention(Pool& pool, const Attention& a, float* scratch) {
-  const long kv_heads = a.pages.kv_heads, stride = scratch_floats(a);
-  parallel(pool, a.num_blocks * kv_heads, [&a, scratch, kv_heads, stride](long unit, int worker) {
-    const TokenBlock& tokens = a.blocks[unit / kv_heads];
-    float* mine = scratch + worker * stride;
-    if (a.pages.is_half) {
-      attend<half>(a, tokens, unit % kv_heads, mine);
-    } else {
-      attend<float>(a, tokens, unit % kv_heads, mine);
-    }
-  });
+  float* steps = scratch;
+  scratch += steps_floats(a);
+  if (a.bias.bias) fill_steps(a, steps);
+  switch (a.pages.type) {
+    case KvType::F32: return attend<KvType::F32>(pool, a, steps, scratch);
+    case KvType::F16: return attend<KvType::F16>(pool, a, steps, scratch);
+    case KvType::BF16: return attend<KvType::BF16>(pool, a, steps, scratch);
+    case KvType::I8: return attend<KvType::I8>(pool, a, steps, scratch);
+    case KvType::E4M3: return attend<KvType::E4M3>(pool, a, steps, scratch);
+  }
 }
 
 }  // namespace TOQUE_ISA

@@ -170,14 +170,14 @@ class Backend {
 
   void rope_write(OutHeads query, OutHeads key, Heads value, std::optional<Vector> query_norm,
                   std::optional<Vector> key_norm, float norm_eps, Rows cos, Rows sin,
-                  Ints positions, Longs write_at, PageArray keys, PageArray values) const {
-    const Pages pages = checked_pages(keys, values);
-    const long tokens = size_of(query, 0), dim = pages.dim;
+                  Ints positions, Longs write_at, const std::string& type, long block_size,
+                  PageBytes bytes) const {
+    const long tokens = size_of(query, 0), kv_heads = size_of(key, 1), dim = size_of(key, 2);
+    const Pages pages = checked_pages(bytes, type, kv_heads, block_size, dim);
     require(dim % 2 == 0, "rotation needs an even head_dim");
-    require(size_of(query, 2) == dim && size_of(key, 2) == dim && size_of(value, 2) == dim,
-            "query, key or value have not the pages' head_dim");
-    require(size_of(key, 1) == pages.kv_heads && size_of(value, 1) == pages.kv_heads,
-            "key or value have not the pages' kv_heads");
+    require(size_of(query, 2) == dim && size_of(value, 2) == dim,
+            "query, key and value differ in head_dim");
+    require(size_of(value, 1) == kv_heads, "key and value differ in kv_heads");
     require(size_of(key, 0) == tokens && size_of(value, 0) == tokens &&
                 size_of(positions, 0) == tokens && size_of(write_at, 0) == tokens,
             "query, key, value, positions and write_at differ in tokens");
@@ -185,7 +185,7 @@ class Backend {
                 size_of(sin, 0) == size_of(cos, 0),
             "the rope table has not head_dim / 2 columns");
     require_indices(positions, size_of(cos, 0), "position");
-    require_indices(write_at, size_of(keys, 0) * pages.block_size, "write_at");
+    require_indices(write_at, size_of(bytes, 0) * block_size, "write_at");
     const RopeWrite args{query.data(),
                          key.data(),
                          value.data(),
@@ -202,28 +202,42 @@ class Backend {
     without_gil([&](Pool& pool) { kernels_.rope_write(pool, args); });
   }
 
-  void attention(Heads q, ReadPageArray keys, ReadPageArray values, Ints positions,
-                 Ints chunk_starts, Ints context_lens, IntTable page_table, float scale,
-                 OutRows result) const {
-    const Pages pages = checked_pages(keys, values);
-    const long heads = size_of(q, 1);
-    require(size_of(q, 2) == pages.dim, "q has not the pages' head_dim");
-    require(heads > 0 && heads % pages.kv_heads == 0, "heads are no multiple of kv_heads");
-    require(size_of(result, 0) == size_of(q, 0) && size_of(result, 1) == heads * pages.dim,
+  void attention(Heads q, const std::string& type, long kv_heads, long block_size,
+                 ReadPageBytes bytes, Ints positions, Ints chunk_starts, Ints context_lens,
+                 IntTable page_table, float scale, std::optional<Vector> key_bias,
+                 std::optional<Rows> cos, std::optional<Rows> sin, OutRows result) const {
+    const long heads = size_of(q, 1), dim = size_of(q, 2);
+    const Pages pages = checked_pages(bytes, type, kv_heads, block_size, dim);
+    require(heads > 0 && heads % kv_heads == 0, "heads are no multiple of kv_heads");
+    require(size_of(result, 0) == size_of(q, 0) && size_of(result, 1) == heads * dim,
             "result is not [tokens, heads * head_dim]");
     const std::vector<TokenBlock> blocks = token_blocks(
         {positions, chunk_starts, context_lens, page_table}, size_of(q, 0),
-        {pages.block_size, size_of(keys, 0)}, tokens_per_block(heads / pages.kv_heads));
-    const Attention args{q.data(),       result.data(), blocks.data(), (long)blocks.size(),
-                         heads,          scale,         pages};
+        {block_size, size_of(bytes, 0)}, tokens_per_block(heads / kv_heads));
+    const RotatedBias bias = checked_bias(key_bias, cos, sin, pages);
+    if (bias.bias) require_indices(context_lens, bias.positions + 1, "context of");
+    const Attention args{q.data(), result.data(), blocks.data(), (long)blocks.size(),
+                         heads,    scale,         pages,         bias};
     without_gil([&](Pool& pool) {
-      const long floats = kernels_.attention_scratch(args);
-      const ByteArray scratch = allocate_bytes(pool.threads() * floats * sizeof(float));
+      const long floats = kernels_.attention_scratch(args, pool.threads());
+      const ByteArray scratch = allocate_bytes(floats * sizeof(float));
       kernels_.attention(pool, args, reinterpret_cast<float*>(scratch.get()));
     });
   }
 
  private:
+  static RotatedBias checked_bias(const std::optional<Vector>& bias, const std::optional<Rows>& cos,
+                                  const std::optional<Rows>& sin, const Pages& pages) {
+    if (!bias) return {nullptr, nullptr, nullptr, 0};
+    const long pairs = pages.dim / 2;
+    require(cos && sin, "a bias needs the rope table");
+    require(size_of(*bias, 0) == pages.kv_heads * pages.dim, "bias is not [kv_heads * head_dim]");
+    require(pages.dim % 2 == 0 && size_of(*cos, 1) == pairs && size_of(*sin, 1) == pairs &&
+                size_of(*sin, 0) == size_of(*cos, 0),
+            "the rope table has not head_dim / 2 columns");
+    return {bias->data(), cos->data(), sin->data(), size_of(*cos, 0)};
+  }
+
   static Product checked_product(const Rows& x, const Matrix& weight,
                                  const std::optional<Vector>& bias, const OutRows& result) {
     const Packed& packed = weight.packed();
@@ -286,10 +300,11 @@ static void bind_backend(nb::module_& module) {
            optional("gate_bias"), optional("up_bias"), array("result"))
       .def("rope_write", &Backend::rope_write, array("query"), array("key"), array("value"),
            optional("query_norm"), optional("key_norm"), "norm_eps"_a, array("cos"), array("sin"),
-           array("positions"), array("write_at"), array("keys"), array("values"))
-      .def("attention", &Backend::attention, array("q"), array("keys"), array("values"),
-           array("positions"), array("chunk_starts"), array("context_lens"), array("page_table"),
-           "scale"_a, array("result"));
+           array("positions"), array("write_at"), "type"_a, "block_size"_a, array("pages"))
+      .def("attention", &Backend::attention, array("q"), "type"_a, "kv_heads"_a, "block_size"_a,
+           array("pages"), array("positions"), array("chunk_starts"), array("context_lens"),
+           array("page_table"), "scale"_a, optional("key_bias"), optional("cos"), optional("sin"),
+           array("result"));
 }
 
 }  // namespace toque

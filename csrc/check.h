@@ -8,6 +8,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
+#include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -30,8 +32,8 @@ using Bytes = Array<const uint8_t, 1>;
 using Ints = Array<const int32_t, 1>;
 using Longs = Array<const int64_t, 1>;
 using IntTable = Array<const int32_t, 2>;
-using PageArray = nb::ndarray<nb::ndim<4>, nb::c_contig, nb::device::cpu>;
-using ReadPageArray = nb::ndarray<nb::ro, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+using PageBytes = Array<uint8_t, 2>;             // [pages, bytes of a page]
+using ReadPageBytes = Array<const uint8_t, 2>;
 
 inline void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
@@ -59,23 +61,23 @@ inline const float* data_or_null(const std::optional<Vector>& vector, long size,
   return vector->data();
 }
 
-// Both arrays are [pages, kv_heads, block_size, dim], float32 or float16.
+// The names of KvType's values, in its order.
+constexpr const char* KV_NAMES[] = {"float32", "float16", "bfloat16", "int8", "fp8_e4m3"};
+
+// An array [pages, bytes of a page] and what it takes to read it.
 template <class Any>
-inline Pages checked_pages(const Any& keys, const Any& values) {
-  constexpr nb::dlpack::dtype HALF{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
-  const bool is_half = keys.dtype() == HALF;
-  require(is_half || keys.dtype() == nb::dtype<float>(), "pages must be float32 or float16");
-  require(values.dtype() == keys.dtype(), "keys and values differ in dtype");
-  for (size_t axis = 0; axis < 4; ++axis) {
-    require(keys.shape(axis) == values.shape(axis), "keys and values differ in shape");
-    require(axis == 0 || keys.shape(axis) > 0, "pages must not be empty");
-  }
-  return {const_cast<void*>(static_cast<const void*>(keys.data())),
-          const_cast<void*>(static_cast<const void*>(values.data())),
-          is_half,
-          size_of(keys, 1),
-          size_of(keys, 2),
-          size_of(keys, 3)};
+inline Pages checked_pages(const Any& bytes, const std::string& type, long kv_heads,
+                           long block_size, long dim) {
+  const auto found = std::find(std::begin(KV_NAMES), std::end(KV_NAMES), type);
+  require(found != std::end(KV_NAMES), "unknown type of KV pages");
+  require(kv_heads > 0 && block_size > 0 && dim > 0, "pages must not be empty");
+  const Pages pages{const_cast<uint8_t*>(bytes.data()),
+                    static_cast<KvType>(found - std::begin(KV_NAMES)), kv_heads, block_size, dim};
+  // Divided, not multiplied: the product of three large numbers might wrap around to a fitting one.
+  const long vectors = size_of(bytes, 1) / kv_heads / block_size;
+  require(vectors > 0 && dim <= vectors && pages.page_bytes() == size_of(bytes, 1),
+          "pages have not the size that their type, heads, dimension and tokens need");
+  return pages;
 }
 
 }  // namespace toque

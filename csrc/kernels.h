@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "layout.h"
+#include "pages.h"
 #include "parallel.h"
 
 namespace toque {
@@ -46,15 +47,6 @@ struct Product {
   float* result;          // [rows, out]
 };
 
-struct Pages {
-  void* keys;    // [pages, kv_heads, block_size, dim], float or half
-  void* values;  // the same
-  bool is_half;
-  long kv_heads;
-  long block_size;
-  long dim;
-};
-
 struct RopeWrite {
   float* query;        // [tokens, heads, dim], rotated in place
   float* key;          // [tokens, kv_heads, dim], scratch afterwards
@@ -79,6 +71,14 @@ struct TokenBlock {
   long first_position;
 };
 
+// What the pages leave out of each key: a bias, rotated by the key's position.
+struct RotatedBias {
+  const float* bias;  // [kv_heads, dim], or null where the keys are whole
+  const float* cos;   // [positions, dim / 2]
+  const float* sin;
+  long positions;
+};
+
 struct Attention {
   const float* q;  // [tokens, heads, dim]
   float* result;   // [tokens, heads, dim]
@@ -87,6 +87,7 @@ struct Attention {
   long heads;
   float scale;
   Pages pages;
+  RotatedBias bias;
 };
 
 struct Kernels {
@@ -100,7 +101,7 @@ struct Kernels {
   void (*gate_up_silu)(Pool&, const Input&, const Product& gate, const Product& up);  // to gate's
   void (*rope_write)(Pool&, const RopeWrite&);
   void (*attention)(Pool&, const Attention&, float* scratch);
-  long (*attention_scratch)(const Attention&);  // floats per thread of the pool
+  long (*attention_scratch)(const Attention&, int threads);  // floats
 };
 
 // Query rows (tokens x heads of one KV head) that attention takes through the keys together.

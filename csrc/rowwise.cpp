@@ -2,6 +2,7 @@
 // between their projections and attention.
 
 #include "kernels.h"
+#include "kv_numbers.h"
 #include "simd.h"
 
 namespace toque {
@@ -58,39 +59,51 @@ static void norm_and_rotate(const RopeWrite& w, float* heads, long count, const 
   }
 }
 
-template <class Number>
-static void copy(const float* from, long count, Number* to) {
-  long i = 0;
-  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
-  for (; i < count; ++i) put(to + i, from[i]);
+// Numbers to places `stride` numbers apart.
+template <long BYTES>
+static void scatter(const uint8_t* from, long count, long stride, uint8_t* to) {
+  for (long i = 0; i < count; ++i) memcpy(to + i * stride * BYTES, from + i * BYTES, BYTES);
 }
 
-// A token's kv_heads vectors [kv_heads, dim] into place `write_at` of the pages.
-template <class Number>
-static void write_heads(const Pages& pages, const float* heads, int64_t write_at, void* to) {
-  const long page = write_at / pages.block_size, offset = write_at % pages.block_size;
-  for (long h = 0; h < pages.kv_heads; ++h) {
-    const long token = (page * pages.kv_heads + h) * pages.block_size + offset;
-    copy(heads + h * pages.dim, pages.dim, (Number*)to + token * pages.dim);
+// A token's keys and values [kv_heads, dim] into place `write_at` of the pages. A key becomes
+// numbers in its own memory first; in the page they lie block_size apart.
+template <KvType TYPE>
+static void write_heads(const Pages& p, float* keys, const float* values, int64_t write_at) {
+  constexpr long BYTES = number_bytes(TYPE);
+  const long page = write_at / p.block_size, offset = write_at % p.block_size;
+  for (long h = 0; h < p.kv_heads; ++h) {
+    uint8_t* numbers = (uint8_t*)(keys + h * p.dim);
+    uint8_t* to = p.keys(page, h);
+    narrow_vector<TYPE>(keys + h * p.dim, p.dim, numbers,
+                        to + p.numbers_bytes() + offset * SCALE_BYTES, p.block_size * SCALE_BYTES);
+    scatter<BYTES>(numbers, p.dim, p.block_size, to + offset * BYTES);
+    to = p.values(page, h);
+    narrow_vector<TYPE>(values + h * p.dim, p.dim, to + offset * p.dim * BYTES,
+                        to + p.numbers_bytes() + offset * p.groups() * SCALE_BYTES, SCALE_BYTES);
   }
 }
 
-template <class Number>
+template <KvType TYPE>
 static void rope_write_token(const RopeWrite& w, long token) {
   const long kv_width = w.pages.kv_heads * w.pages.dim;
   float* key = w.key + token * kv_width;
   const long position = w.positions[token];
   norm_and_rotate(w, w.query + token * w.heads * w.pages.dim, w.heads, w.query_norm, position);
   norm_and_rotate(w, key, w.pages.kv_heads, w.key_norm, position);
-  write_heads<Number>(w.pages, key, w.write_at[token], w.pages.keys);
-  write_heads<Number>(w.pages, w.value + token * kv_width, w.write_at[token], w.pages.values);
+  write_heads<TYPE>(w.pages, key, w.value + token * kv_width, w.write_at[token]);
 }
 
 void rope_write(Pool& pool, const RopeWrite& w) {
   const double cost = 8.0 * w.tokens * (w.heads + w.pages.kv_heads) * w.pages.dim;
   parallel_ranges(pool, w.tokens, cost, [&](long begin, long end, int) {
     for (long token = begin; token < end; ++token) {
-      w.pages.is_half ? rope_write_token<half>(w, token) : rope_write_token<float>(w, token);
+      switch (w.pages.type) {
+        case KvType::F32: rope_write_token<KvType::F32>(w, token); break;
+        case KvType::F16: rope_write_token<KvType::F16>(w, token); break;
+        case KvType::BF16: rope_write_token<KvType::BF16>(w, token); break;
+        case KvType::I8: rope_write_token<KvType::I8>(w, token); break;
+        case KvType::E4M3: rope_write_token<KvType::E4M3>(w, token); break;
+      }
     }
   });
 }

@@ -189,11 +189,6 @@ TOQUE_INLINE void store(half* to, f32x8 x) {
 #endif
 }
 
-TOQUE_INLINE float to_float(float x) { return x; }
-TOQUE_INLINE float to_float(half x) { return half_to_float(x); }
-TOQUE_INLINE void put(float* to, float x) { *to = x; }
-TOQUE_INLINE void put(half* to, float x) { *to = float_to_half(x); }
-
 // ------------------------------------------------------------------------------------- integers
 
 TOQUE_INLINE i32x8 splat_integer(int32_t x) { return i32x8{x, x, x, x, x, x, x, x}; }
@@ -258,6 +253,20 @@ TOQUE_INLINE f32x8 bytes_to_floats(const uint8_t* from) {
   u8x8 x;
   memcpy(&x, from, sizeof x);
   return __builtin_convertvector(__builtin_convertvector(x, i32x8), f32x8);
+#endif
+}
+
+// Eight int8 or uint8.
+template <class Byte>
+TOQUE_INLINE i32x8 widen_bytes(const uint8_t* from) {
+#ifdef TOQUE_HAS_AVX2
+  const __m128i x = _mm_loadl_epi64((const __m128i*)from);
+  constexpr bool is_signed = (Byte)-1 < 0;
+  return (i32x8)(is_signed ? _mm256_cvtepi8_epi32(x) : _mm256_cvtepu8_epi32(x));
+#else
+  i32x8 wide;
+  for (int i = 0; i < LANES; ++i) wide[i] = (Byte)from[i];
+  return wide;
 #endif
 }
 

@@ -13,7 +13,7 @@ void linear(Pool&, const Input&, const Product*, int);
 void gate_up_silu(Pool&, const Input&, const Product&, const Product&);
 void rope_write(Pool&, const RopeWrite&);
 void attention(Pool&, const Attention&, float*);
-long scratch_floats(const Attention&);
+long scratch_floats(const Attention&, int);
 
 #define TOQUE_TEXT(name) TOQUE_TEXT_OF(name)
 #define TOQUE_TEXT_OF(name) #name

@@ -30,11 +30,11 @@ struct TileArgs {
   const float* panel;  // [depth, PANEL]
   long panel_stride;
   long depth;
-  float* sums;  // [rows, PANEL], added to
+  float* sums;  // [rows, PANEL], added to or, if FRESH, set
   long sums_stride;
 };
 
-template <int ROWS>
+template <int ROWS, bool FRESH>
 inline void add_tile(const TileArgs& t) {
   f32x8 acc[ROWS][2];
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = splat(0);
@@ -53,26 +53,27 @@ inline void add_tile(const TileArgs& t) {
   }
   for (int r = 0; r < ROWS; ++r) {
     float* sums = t.sums + r * t.sums_stride;
-    store(sums, load(sums) + acc[r][0]);
-    store(sums + LANES, load(sums + LANES) + acc[r][1]);
+    store(sums, FRESH ? acc[r][0] : load(sums) + acc[r][0]);
+    store(sums + LANES, FRESH ? acc[r][1] : load(sums + LANES) + acc[r][1]);
   }
 }
 
-template <int ROWS>
+template <int ROWS, bool FRESH>
 inline void add_tile_of(const TileArgs& t, long rows) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS) return add_tile<ROWS>(t);
-    add_tile_of<ROWS - 1>(t, rows);
+    if (rows == ROWS) return add_tile<ROWS, FRESH>(t);
+    add_tile_of<ROWS - 1, FRESH>(t, rows);
   }
 }
 
 // sums += x @ panel, for any number of rows. The last two tiles share their rows evenly: a tile of
 // one row waits for each multiply-add before the next, three rows or more keep the units busy.
+template <bool FRESH = false>
 inline void add_product(TileArgs t, long rows) {
   while (rows > 0) {
     const long last = rows > TILE_ROWS ? (rows + 1) / 2 : rows;
     const long tile = rows >= 2 * TILE_ROWS ? TILE_ROWS : last;
-    add_tile_of<TILE_ROWS>(t, tile);
+    add_tile_of<TILE_ROWS, FRESH>(t, tile);
     t.x += tile * t.x_stride;
     t.sums += tile * t.sums_stride;
     rows -= tile;

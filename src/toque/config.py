@@ -38,7 +38,9 @@ class EngineOptions:
     enable_chunked_prefill: bool = option(True, "cut long prompts into chunks between decodes")
     enable_prefix_caching: bool = option(True, "share the KV pages of equal prompt beginnings")
     kv_cache_dtype: str = option(
-        "auto", "auto (float32), float32 or float16", choices=("auto", "float32", "float16")
+        "auto",
+        "auto (float16), float32, float16, bfloat16, int8, fp8_e4m3 or fp8 (the same)",
+        choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8_e4m3", "fp8"),
     )
     kv_cache_memory_bytes: int | None = option(
         None, "size of the KV pool, e.g. 2GiB (a share of the free memory)", size=True
@@ -134,8 +136,10 @@ class EngineConfig:
 
 
 def kv_dtype(options: EngineOptions) -> str:
-    """`auto` is float32: what the kernels compute with."""
-    return "float32" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    """The type that pages have: `auto` and `fp8` are other names."""
+    return {"auto": "float16", "fp8": "fp8_e4m3"}.get(
+        options.kv_cache_dtype, options.kv_cache_dtype
+    )
 
 
 def resolve(

@@ -21,7 +21,7 @@ from tests.engine.quantized_model import quantized_model
 from toque.build import Loaded, assemble, load
 from toque.config import EngineConfig, EngineOptions
 from toque.ipc import InProcess
-from toque.kernels.api import Floats, ForwardBatch, LayerKV
+from toque.kernels.api import KV_NUMBER_BYTES, Floats, ForwardBatch, LayerKV
 from toque.types import Finished, Request, SamplingParams, StepReport, Tokens
 
 CONFIG = EngineConfig(
@@ -185,14 +185,16 @@ def test_every_way_of_computing_gives_the_same_bits(
         assert got.hits > 0, "the shared stem was meant to be found"
 
 
-def test_float16_pages_are_just_as_invariant(loaded: Loaded) -> None:
-    """With float16 KV the bits differ from float32's, and still not between ways of computing."""
-    base = replace(CONFIG, kv_cache_dtype="float16")
+@pytest.mark.parametrize("dtype", [dtype for dtype in KV_NUMBER_BYTES if dtype != "float32"])
+def test_smaller_pages_are_just_as_invariant(loaded: Loaded, alone: Answers, dtype: str) -> None:
+    """With rounded KV the bits differ from float32's, and still not between ways of computing."""
+    base = replace(CONFIG, kv_cache_dtype=dtype)
     parts = [answer(loaded, base, [request]) for request in requests()]
     reference = {place: row for part in parts for place, row in part.logits.items()}
     tight = replace(base, max_num_batched_tokens=16, enable_prefix_caching=True, total_pages=20)
     got = answer(loaded, tight, requests(), gap=2)
     assert all(row == reference[place] for place, row in got.logits.items())
+    assert any(row != reference[place] for place, row in alone.logits.items() if place in reference)
     assert got.preemptions > 0
 
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from toque.kernels.api import Floats, ForwardBatch, LayerKV
+from toque.kernels.api import KV_NUMBER_BYTES, Floats, ForwardBatch, LayerKV, PagedKV
+from toque.kernels.ref import pages
 from toque.kernels.ref.dequantize import KINDS
 from toque.types import StoredTensor
 
 Rng = np.random.Generator
+KV_DTYPES = tuple(KV_NUMBER_BYTES)
 
 
 def normal(rng: Rng, *shape: int) -> Floats:
@@ -60,22 +62,51 @@ def attention_case(
 ) -> Case:
     """`chunks` are (context tokens, new tokens); the new ones are the last of the context."""
     pages_of = [-(-context // block_size) for context, _ in chunks]
-    shape = (sum(pages_of) + 3, kv_heads, block_size, dim)
-    kv = LayerKV(np.full(shape, np.nan, dtype), np.full(shape, np.nan, dtype))
-    free = rng.permutation(shape[0]).astype(np.int32)
+    spec = PagedKV(kv_heads, dim, dtype)
+    kv = nan_pages(spec, sum(pages_of) + 3, block_size)
+    free = rng.permutation(len(kv.pages)).astype(np.int32)
     table = np.zeros((len(chunks), max(pages_of)), dtype=np.int32)
     keys, values = [], []
     for c, (context, _) in enumerate(chunks):
         table[c, : pages_of[c]], free = free[: pages_of[c]], free[pages_of[c] :]
-        k, v = (normal(rng, context, kv_heads, dim).astype(dtype) for _ in range(2))
         place = np.arange(context)
-        kv.keys[table[c, place // block_size], :, place % block_size] = k
-        kv.values[table[c, place // block_size], :, place % block_size] = v
-        keys.append(k.astype(np.float32))
-        values.append(v.astype(np.float32))
+        write_at = table[c, place // block_size].astype(np.int64) * block_size + place % block_size
+        pages.write(kv, write_at, *(normal(rng, context, kv_heads, dim) for _ in range(2)))
+        k, v = pages.read(kv, table[c, : pages_of[c]], context)  # [kv_heads, context, dim]
+        keys.append(k.swapaxes(0, 1))
+        values.append(v.swapaxes(0, 1))
     batch = forward_batch(chunks, table, block_size)
     q = normal(rng, len(batch.positions), kv_heads * group, dim)
     return Case(q, kv, batch, keys, values)
+
+
+def nan_pages(spec: PagedKV, num_pages: int, block_size: int) -> LayerKV:
+    """Whatever is read before it is written shows."""
+    kv = pages.zero_pages(spec, num_pages, block_size)
+    nothing = np.full((block_size, spec.head_dim), np.nan, dtype=np.float32)
+    numbers, scales = pages.narrow(nothing, spec.dtype)
+    view = pages.fields(kv)
+    view["keys"], view["key_scales"] = numbers.T, scales.T
+    view["values"], view["value_scales"] = numbers, scales
+    return kv
+
+
+def copy_of(kv: LayerKV) -> LayerKV:
+    return replace(kv, pages=kv.pages.copy())
+
+
+def kept(kv: LayerKV, write_at: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """The keys and values at these places, as float32 [tokens, kv_heads, dim]."""
+    page, offset = np.divmod(write_at, kv.block_size)
+    at = pages.fields(kv)[page]  # [tokens, kv_heads]
+    each = np.arange(len(page))
+    keys = pages.widen(
+        at["keys"][each, :, :, offset], at["key_scales"][each, :, :, offset], kv.spec.dtype
+    )
+    values = pages.widen(
+        at["values"][each, :, offset], at["value_scales"][each, :, offset], kv.spec.dtype
+    )
+    return keys, values
 
 
 def forward_batch(

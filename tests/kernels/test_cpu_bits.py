@@ -12,9 +12,18 @@ import sys
 import numpy as np
 import pytest
 
-from tests.kernels.cases import Case, attention_case, normal, packed_bytes, part_of, stored
-from toque.kernels.api import Floats
+from tests.kernels.cases import (
+    KV_DTYPES,
+    Case,
+    attention_case,
+    normal,
+    packed_bytes,
+    part_of,
+    stored,
+)
+from toque.kernels.api import Floats, RopeTable, RotatedBias
 from toque.kernels.cpu import CpuOps
+from toque.kernels.ref import pages
 from toque.kernels.ref.dequantize import KINDS
 from toque.types import StoredTensor
 
@@ -86,34 +95,51 @@ def test_rms_norm_row_alone_equals_row_in_batch() -> None:
     assert all(bits(ONE.rms_norm(x[r : r + 1], weight, 1e-6)) == bits(whole[r]) for r in range(67))
 
 
-def chunked(case: Case, sizes: list[int], ops: CpuOps) -> Floats:
+def chunked(
+    case: Case, sizes: list[int], ops: CpuOps, left_out: RotatedBias | None = None
+) -> Floats:
     """The first chunk of the case in pieces of the given sizes, each a call of its own."""
     outs, begin = [], 0
     for size in sizes:
         q = np.ascontiguousarray(case.q[begin : begin + size])
         batch = part_of(case.batch, 0, begin, begin + size)
-        outs.append(ops.attention(q, case.kv, batch, 0.125))
+        outs.append(ops.attention(q, case.kv, batch, 0.125, left_out))
         begin += size
     return np.concatenate(outs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize(("group", "dim", "block_size"), [(1, 64, 16), (3, 80, 16), (7, 64, 5)])
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize(
+    ("group", "dim", "block_size"), [(1, 64, 16), (3, 80, 16), (7, 64, 5), (7, 128, 24)]
+)
 def test_attention_does_not_depend_on_chunks(
     dtype: str, group: int, dim: int, block_size: int
 ) -> None:
-    """130 new tokens after 70 cached ones: at once, in uneven pieces, and one by one."""
+    """130 new tokens after 200 cached ones, so that a part ends among them: at once, in uneven
+    pieces, and one by one; with one thread and, as parts are shared out, with two."""
     rng = np.random.default_rng(3)
     case = attention_case(
-        rng, [(200, 130)], group=group, dim=dim, block_size=block_size, dtype=dtype
+        rng, [(330, 130)], group=group, dim=dim, block_size=block_size, dtype=dtype
     )
     whole = TWO.attention(case.q, case.kv, case.batch, 0.125)
     assert bits(chunked(case, [1, 63, 2, 31, 33], ONE)) == bits(whole)
     assert bits(chunked(case, [1] * 130, TWO)) == bits(whole)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_attention_with_a_bias_left_out_does_not_depend_on_chunks(dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    case = attention_case(rng, [(330, 130)], group=7, dtype=dtype)
+    angles = np.arange(330)[:, None] * 1e4 ** (-np.arange(32) / 32)  # [positions, dim / 2]
+    rope = RopeTable(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    left_out = RotatedBias(normal(rng, 2 * 64), rope)
+    whole = TWO.attention(case.q, case.kv, case.batch, 0.125, left_out)
+    assert bits(chunked(case, [1, 63, 2, 31, 33], ONE, left_out)) == bits(whole)
+    assert bits(chunked(case, [1] * 130, TWO, left_out)) == bits(whole)
+
+
 def test_attention_does_not_depend_on_neighbours() -> None:
-    chunks = [(200, 1), (33, 33), (64, 1), (100, 50), (1, 1)]
+    chunks = [(200, 1), (33, 33), (64, 1), (100, 50), (1, 1), (700, 5)]
     case = attention_case(np.random.default_rng(4), chunks)
     whole = TWO.attention(case.q, case.kv, case.batch, 0.125)
     for c, (_, new) in enumerate(chunks):
@@ -122,18 +148,20 @@ def test_attention_does_not_depend_on_neighbours() -> None:
         assert bits(ONE.attention(case.q[part], case.kv, batch, 0.125)) == bits(whole[part])
 
 
-def test_attention_does_not_depend_on_page_size() -> None:
-    """Pages are a matter of storage: 7 or 32 tokens in each, the same numbers."""
-    outs = []
-    for block_size in (7, 32):
-        case = attention_case(np.random.default_rng(6), [(150, 60)], block_size=block_size)
-        rng = np.random.default_rng(7)
-        k, v, place = normal(rng, 150, 2, 64), normal(rng, 150, 2, 64), np.arange(150)
-        pages = case.batch.page_table[0, place // block_size]
-        case.kv.keys[pages, :, place % block_size] = k
-        case.kv.values[pages, :, place % block_size] = v
-        outs.append(TWO.attention(normal(rng, 60, 6, 64), case.kv, case.batch, 0.125))
-    assert bits(outs[0]) == bits(outs[1])
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_attention_does_not_depend_on_page_size(dtype: str) -> None:
+    """Pages are a matter of storage: any number of tokens in each, the same numbers."""
+    outs = set()
+    for block_size in (1, 7, 8, 16, 20, 32, 1024):
+        case = attention_case(
+            np.random.default_rng(6), [(290, 60)], block_size=block_size, dtype=dtype
+        )
+        rng, place = np.random.default_rng(7), np.arange(290)
+        write_at = case.batch.page_table[0, place // block_size].astype(np.int64) * block_size
+        k, v = normal(rng, 290, 2, 64), normal(rng, 290, 2, 64)
+        pages.write(case.kv, write_at + place % block_size, k, v)
+        outs.add(bits(TWO.attention(normal(rng, 60, 6, 64), case.kv, case.batch, 0.125)))
+    assert len(outs) == 1
 
 
 def machine_has_avx2() -> bool:

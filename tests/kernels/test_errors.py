@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.cases import attention_case, normal, stored
-from toque.kernels.api import QKV, ForwardBatch, LayerKV, RopeTable
+from toque.kernels.api import QKV, ForwardBatch, LayerKV, PagedKV, RopeTable, RotatedBias
 from toque.kernels.cpu import CpuOps
 
 OPS = CpuOps(2)
@@ -30,7 +30,7 @@ def test_token_out_of_the_vocabulary(token: int) -> None:
         OPS.embed(MATRIX, np.array([0, token], dtype=np.int32))
 
 
-@pytest.mark.parametrize("page", [-1, CASE.kv.keys.shape[0]])
+@pytest.mark.parametrize("page", [-1, len(CASE.kv.pages)])
 def test_page_out_of_the_pool(page: int) -> None:
     batch = replace(CASE.batch, page_table=changed(CASE.batch.page_table, (0, 1), page))
     with pytest.raises(IndexError, match=f"page {page}"):
@@ -66,17 +66,17 @@ def test_batch_that_contradicts_itself(batch: ForwardBatch) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("write_at", -1), ("write_at", 16 * CASE.kv.keys.shape[0]), ("positions", 40)],
+    [("write_at", -1), ("write_at", 16 * len(CASE.kv.pages)), ("positions", 40)],
 )
 def test_write_or_position_out_of_range(field: str, value: int) -> None:
     square = OPS.matrix(stored(normal(RNG, 128, 16)))
     qkv = QKV(square, square, square, None, None, None, None, None, norm_eps=0.0, head_dim=64)
     rope = RopeTable(np.ones((40, 32), np.float32), np.ones((40, 32), np.float32))
     batch = replace(CASE.batch, **{field: changed(getattr(CASE.batch, field), 2, value)})
-    before = CASE.kv.keys.tobytes()
+    before = CASE.kv.pages.tobytes()
     with pytest.raises(IndexError, match=f"{field.removesuffix('s')} {value}"):
         OPS.qkv_rope_write(normal(RNG, 8, 16), qkv, rope, batch, CASE.kv)
-    assert CASE.kv.keys.tobytes() == before
+    assert CASE.kv.pages.tobytes() == before
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,43 @@ def test_sizes_that_do_not_fit() -> None:
         OPS.rms_norm(normal(RNG, 2, 8), normal(RNG, 7), 1e-6)
 
 
-def test_pages_of_another_dtype_or_shape() -> None:
-    wide = LayerKV(CASE.kv.keys.astype(np.float64), CASE.kv.values.astype(np.float64))
-    with pytest.raises(ValueError, match="float32 or float16"):
-        OPS.attention(CASE.q, wide, CASE.batch, 1.0)
-    uneven = LayerKV(CASE.kv.keys, CASE.kv.values[:-1].copy())
-    with pytest.raises(ValueError, match="shape"):
-        OPS.attention(CASE.q, uneven, CASE.batch, 1.0)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PagedKV(2, 64, "float16"),  # half the bytes
+        PagedKV(4, 64, "float32"),
+        PagedKV(3, 64, "float32"),  # no divisor of the six heads
+        PagedKV(0, 64, "float32"),
+        PagedKV(-2, 64, "float32"),
+        PagedKV(2**62, 64, "float32"),  # the product wraps around
+        PagedKV(2, 64, "float64"),
+    ],
+)
+def test_pages_of_another_type_or_size(spec: PagedKV) -> None:
+    with pytest.raises(ValueError, match=r"pages|kv_heads"):
+        OPS.attention(CASE.q, LayerKV(CASE.kv.pages, spec, 16), CASE.batch, 1.0)
+
+
+@pytest.mark.parametrize("block_size", [0, -16, 8, 32, 2**62])
+def test_pages_of_another_block_size(block_size: int) -> None:
+    with pytest.raises(ValueError, match="pages"):
+        OPS.attention(CASE.q, replace(CASE.kv, block_size=block_size), CASE.batch, 1.0)
+
+
+def test_heads_that_are_no_multiple() -> None:
     with pytest.raises(ValueError, match="multiple"):
         OPS.attention(CASE.q[:, :5].copy(), CASE.kv, CASE.batch, 1.0)
+
+
+def test_a_bias_that_does_not_fit() -> None:
+    bias, table = np.ones(128, np.float32), np.ones((20, 32), np.float32)
+    for wrong in (
+        RotatedBias(bias[:64], RopeTable(table, table)),
+        RotatedBias(bias, RopeTable(table[:, :16].copy(), table[:, :16].copy())),
+        RotatedBias(bias, RopeTable(table, table[:19])),
+    ):
+        with pytest.raises(ValueError, match=r"bias|rope"):
+            OPS.attention(CASE.q, CASE.kv, CASE.batch, 1.0, wrong)
+    short = RotatedBias(bias, RopeTable(table[:19], table[:19]))
+    with pytest.raises(IndexError, match="20"):
+        OPS.attention(CASE.q, CASE.kv, CASE.batch, 1.0, short)

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import attention_case, normal, packed_bytes, stored
-from toque.kernels.api import QKV, Floats, LayerKV, RopeTable
+from tests.kernels.cases import attention_case, copy_of, kept, normal, packed_bytes, stored
+from toque.kernels.api import QKV, Floats, RopeTable
 from toque.kernels.cpu import CpuOps
 from toque.kernels.ref import RefOps, quantized
 from toque.kernels.ref.dequantize import KINDS, dequantize
@@ -136,10 +136,9 @@ def test_qkv_of_several_kinds(kinds: tuple[str, str, str]) -> None:
     x = normal(rng, 4, 256)
     rope = RopeTable(np.ones((40, 32), np.float32), np.zeros((40, 32), np.float32))
     qkv = QKV(*map(CPU.matrix, weights), None, None, None, None, None, norm_eps=0.0, head_dim=64)
-    kv = LayerKV(case.kv.keys.copy(), case.kv.values.copy())
+    kv = copy_of(case.kv)
     query = CPU.qkv_rope_write(x, qkv, rope, case.batch, kv)
-    page, offset = np.divmod(case.batch.write_at, 16)
-    got = (query, kv.keys[page, :, offset], kv.values[page, :, offset])
+    got = (query, *kept(kv, case.batch.write_at))
     for ours, weight in zip(got, weights, strict=True):
         scale = 10 * spread(x, weight)
         assert_equal_arithmetic(ours.reshape(4, -1), product_of(x, weight), scale, 256)

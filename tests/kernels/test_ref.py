@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.cases import Case, attention_case, normal, stored
+from tests.kernels.cases import KV_DTYPES, Case, attention_case, normal, stored
 from toque.kernels.api import Floats, RopeTable
 from toque.kernels.ref import RefOps
 from toque.kernels.ref.ops import rotate, silu
@@ -18,7 +18,7 @@ OPS = RefOps()
 
 def brute_force(case: Case, scale: float) -> Floats:
     """softmax over each token's own keys, one token and head at a time, in float64."""
-    group = case.q.shape[1] // case.kv.keys.shape[1]
+    group = case.q.shape[1] // case.kv.spec.kv_heads
     out = np.zeros(case.q.shape)
     for chunk in range(len(case.keys)):
         for token in range(case.batch.chunk_starts[chunk], case.batch.chunk_starts[chunk + 1]):
@@ -35,7 +35,7 @@ def brute_force(case: Case, scale: float) -> Floats:
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=4),
     st.sampled_from([1, 3, 7]),
     st.sampled_from([1, 4, 16]),
-    st.sampled_from(["float32", "float16"]),
+    st.sampled_from(KV_DTYPES),
 )
 def test_attention_is_a_softmax_over_the_keys_at_or_before_each_token(
     drawn: list[tuple[int, int]], group: int, block_size: int, dtype: str

@@ -81,8 +81,7 @@ class Pages:
         order = np.random.default_rng(7).permutation(sequences * each)
         kv = select("ref").kv_pages(model.kv_specs("float32"), sequences * each, block_size)
         for layer in kv:  # whatever is read before it is written shows
-            layer.keys[:] = np.nan
-            layer.values[:] = np.nan
+            layer.pages.view(np.float32)[:] = np.nan
         return cls(kv, order.reshape(sequences, each).astype(np.int32), block_size)
 
     def batch(

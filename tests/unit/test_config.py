@@ -142,3 +142,12 @@ def test_flags_and_fields_are_the_same_thing() -> None:
     assert serve == ServeOptions(port=9, served_model_name=("a", "b"), shutdown_timeout=1.5)
     with pytest.raises(SystemExit):
         parser().parse_args(["serve", "--no-such-flag"])
+
+
+def test_other_names_of_kv_types() -> None:
+    assert config().kv_cache_dtype == "float16"
+    assert config(kv_cache_dtype="fp8").kv_cache_dtype == "fp8_e4m3"
+    for dtype in ("float32", "float16", "bfloat16", "int8", "fp8_e4m3"):
+        assert config(kv_cache_dtype=dtype).kv_cache_dtype == dtype
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", "--kv-cache-dtype", "fp4"])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,29 +36,56 @@ class Matrix(Protocol):
     def nbytes(self) -> int: ...
 
 
+KV_NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8_e4m3": 1}
+KV_SCALE_GROUP = 32  # neighbouring numbers of one key or value that share a scale; int8 only
+KV_SCALE_BYTES = 2  # a bfloat16
+
+
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """Memory that an attention layer asks for: what one token of one layer keeps."""
 
     kv_heads: int
     head_dim: int
-    dtype: str  # float32 or float16
+    dtype: str  # a key of KV_NUMBER_BYTES
+
+    @property
+    def groups(self) -> int:
+        """Scales of one key or value."""
+        return -(-self.head_dim // KV_SCALE_GROUP) if self.dtype == "int8" else 0
+
+    @property
+    def leaves_bias_out(self) -> bool:
+        """Whether keys are kept without their bias where they have one: a bias may be a hundred
+        times larger than what it is added to, and would cost the rest its digits."""
+        return KV_NUMBER_BYTES[self.dtype] == 1
 
     def bytes_per_token(self) -> int:
-        """K and V of one layer."""
-        return 2 * self.kv_heads * self.head_dim * np.dtype(self.dtype).itemsize
+        """K and V of one layer, scales included."""
+        numbers = self.head_dim * KV_NUMBER_BYTES[self.dtype]
+        return 2 * self.kv_heads * (numbers + KV_SCALE_BYTES * self.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The pages of one layer. Both arrays are [pages, kv_heads, block_size, head_dim]."""
+    """The pages of one layer, as bytes: a page is one run of them, the same in every kernel set.
 
-    keys: NDArray[Any]
-    values: NDArray[Any]
+        page      | head 0 | head 1 | ...                               kv_heads times
+        head      | keys | key scales | values | value scales |
+        keys      [head_dim, block_size] numbers        key scales    [groups, block_size]
+        values    [block_size, head_dim] numbers        value scales  [block_size, groups]
 
-    @property
-    def block_size(self) -> int:
-        return int(self.keys.shape[2])
+    Keys lie across so that neighbouring ones are multiplied together. Nothing is padded: numbers of
+    several bytes may lie at any address. Numbers are little-endian: float32, float16, bfloat16
+    (the upper half of a float32), int8, or fp8 E4M3 (sign, 4 bits of exponent, 3 of fraction; the
+    largest is 448, to which larger ones are cut). An int8 is multiplied by its group's scale, a
+    bfloat16. numpy has neither bfloat16 nor fp8: `kernels/ref/pages.py` shows them as uint16 and
+    uint8, and reads and writes all of them.
+    """
+
+    pages: NDArray[np.uint8]  # [pages, block_size * spec.bytes_per_token()]
+    spec: PagedKV
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +127,21 @@ class QKV:
     key_norm: Floats | None
     norm_eps: float
     head_dim: int
+
+    def bias_left_out(self, spec: PagedKV) -> Floats | None:
+        """The key bias, if pages of this kind hold keys without it: [kv_heads * head_dim]. A norm
+        comes after the bias, so that the two cannot be told apart any more."""
+        apart = spec.leaves_bias_out and self.key_norm is None
+        return self.key_bias if apart else None
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedBias:
+    """What pages leave out of each key: a bias, rotated by the key's position. The table's angles
+    must be proportional to the position (the kinds of layers/rope.py all are)."""
+
+    bias: Floats  # [kv_heads * head_dim]
+    rope: RopeTable
 
 
 class Ops(Protocol):
@@ -146,10 +188,19 @@ class Ops(Protocol):
     def qkv_rope_write(
         self, x: Floats, qkv: QKV, rope: RopeTable, batch: ForwardBatch, kv: LayerKV
     ) -> Floats:
-        """Project, norm and rotate; writes K and V into `kv` at batch.write_at, returns the
-        rotated queries [tokens, heads, head_dim]. The only op that changes an argument."""
+        """Project, norm and rotate; writes K and V into `kv` at batch.write_at, K without
+        `qkv.bias_left_out(kv.spec)`; returns the rotated queries [tokens, heads, head_dim]. The
+        only op that changes an argument."""
 
-    def attention(self, q: Floats, kv: LayerKV, batch: ForwardBatch, scale: float) -> Floats:
+    def attention(
+        self,
+        q: Floats,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        scale: float,
+        left_out: RotatedBias | None = None,
+    ) -> Floats:
         """Causal attention of every token over its own sequence's pages, its own chunk's keys
         included (they have been written): [tokens, heads * head_dim]. Query head h uses KV head
-        h // (heads / kv_heads) (grouped-query attention, arXiv:2305.13245)."""
+        h // (heads / kv_heads) (grouped-query attention, arXiv:2305.13245). `left_out` is added to
+        every key: what `qkv_rope_write` did not write (`QKV.bias_left_out`)."""

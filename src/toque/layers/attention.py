@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toque.kernels.api import QKV, Floats, ForwardBatch, LayerKV, Matrix, Ops, PagedKV, RopeTable
+from toque.kernels.api import (
+    QKV,
+    Floats,
+    ForwardBatch,
+    LayerKV,
+    Matrix,
+    Ops,
+    PagedKV,
+    RopeTable,
+    RotatedBias,
+)
 from toque.layers.linear import Linear
 
 
@@ -24,7 +34,9 @@ class Attention:
     def __call__(self, x: Floats, residual: Floats, batch: ForwardBatch, kv: LayerKV) -> Floats:
         """Writes this batch's keys and values into `kv` before it reads them."""
         q = self.ops.qkv_rope_write(x, self.qkv, self.rope, batch, kv)  # [tokens, heads, head_dim]
-        mixed = self.ops.attention(q, kv, batch, self.scale)  # [tokens, heads * head_dim]
+        bias = self.qkv.bias_left_out(kv.spec)
+        left_out = None if bias is None else RotatedBias(bias, self.rope)
+        mixed = self.ops.attention(q, kv, batch, self.scale, left_out)  # [tokens, heads * head_dim]
         return self.output.add_to(residual, mixed)
 
     @property

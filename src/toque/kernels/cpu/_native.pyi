@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -81,18 +79,24 @@ class Backend:
         sin: Floats,
         positions: Ints,
         write_at: NDArray[np.int64],
-        keys: NDArray[Any],
-        values: NDArray[Any],
+        type: str,
+        block_size: int,
+        pages: NDArray[np.uint8],
     ) -> None: ...
     def attention(
         self,
         q: Floats,
-        keys: NDArray[Any],
-        values: NDArray[Any],
+        type: str,
+        kv_heads: int,
+        block_size: int,
+        pages: NDArray[np.uint8],
         positions: Ints,
         chunk_starts: Ints,
         context_lens: Ints,
         page_table: Ints,
         scale: float,
+        key_bias: Floats | None,
+        cos: Floats | None,
+        sin: Floats | None,
         result: Floats,
     ) -> None: ...

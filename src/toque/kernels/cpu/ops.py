@@ -15,9 +15,20 @@ from typing import cast
 import numpy as np
 
 from toque.errors import ConfigError
-from toque.kernels.api import QKV, Floats, ForwardBatch, Ints, LayerKV, Matrix, PagedKV, RopeTable
+from toque.kernels.api import (
+    QKV,
+    Floats,
+    ForwardBatch,
+    Ints,
+    LayerKV,
+    Matrix,
+    PagedKV,
+    RopeTable,
+    RotatedBias,
+)
 from toque.kernels.cpu import _native
 from toque.kernels.ref.dequantize import check_packed
+from toque.kernels.ref.pages import zero_pages
 from toque.types import StoredTensor
 
 ACTIVATIONS = "a14"  # bits of a rounded input
@@ -98,7 +109,8 @@ class CpuOps:
         self, x: Floats, qkv: QKV, rope: RopeTable, batch: ForwardBatch, kv: LayerKV
     ) -> Floats:
         weights = (native(qkv.query), native(qkv.key), native(qkv.value))
-        biases = (qkv.query_bias, qkv.key_bias, qkv.value_bias)
+        key_bias = None if qkv.bias_left_out(kv.spec) is not None else qkv.key_bias
+        biases = (qkv.query_bias, key_bias, qkv.value_bias)
         q, k, v = (result_of(x, weight) for weight in weights)  # [tokens, (kv_)heads * head_dim]
         self.backend.linear3(x, *weights, *biases, q, k, v)
         query, key, value = (out.reshape(len(x), -1, qkv.head_dim) for out in (q, k, v))
@@ -113,15 +125,27 @@ class CpuOps:
             rope.sin,
             batch.positions,
             batch.write_at,
-            kv.keys,
-            kv.values,
+            kv.spec.dtype,
+            kv.block_size,
+            kv.pages,
         )
         return query  # [tokens, heads, head_dim], rotated in place
 
-    def attention(self, q: Floats, kv: LayerKV, batch: ForwardBatch, scale: float) -> Floats:
+    def attention(
+        self,
+        q: Floats,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        scale: float,
+        left_out: RotatedBias | None = None,
+    ) -> Floats:
         out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=np.float32)
+        pages = (kv.spec.dtype, kv.spec.kv_heads, kv.block_size, kv.pages)
         chunks = (batch.positions, batch.chunk_starts, batch.context_lens, batch.page_table)
-        self.backend.attention(q, kv.keys, kv.values, *chunks, scale, out)
+        bias = None if left_out is None else left_out.bias
+        cos = None if left_out is None else left_out.rope.cos
+        sin = None if left_out is None else left_out.rope.sin
+        self.backend.attention(q, *pages, *chunks, scale, bias, cos, sin, out)
         return out  # [tokens, heads * head_dim]
 
 
@@ -132,9 +156,3 @@ def native(matrix: Matrix) -> _native.Matrix:
 
 def result_of(x: Floats, weight: Matrix) -> Floats:
     return np.empty((x.shape[0], weight.shape[0]), dtype=np.float32)  # [rows, out]
-
-
-def zero_pages(spec: PagedKV, num_pages: int, block_size: int) -> LayerKV:
-    """np.zeros asks the kernel for zero pages, which cost no memory until they are written."""
-    shape = (num_pages, spec.kv_heads, block_size, spec.head_dim)
-    return LayerKV(np.zeros(shape, dtype=spec.dtype), np.zeros(shape, dtype=spec.dtype))

@@ -11,7 +11,18 @@ from typing import cast
 
 import numpy as np
 
-from toque.kernels.api import QKV, Floats, ForwardBatch, Ints, LayerKV, Matrix, PagedKV, RopeTable
+from toque.kernels.api import (
+    QKV,
+    Floats,
+    ForwardBatch,
+    Ints,
+    LayerKV,
+    Matrix,
+    PagedKV,
+    RopeTable,
+    RotatedBias,
+)
+from toque.kernels.ref import pages
 from toque.kernels.ref.dequantize import dequantize
 from toque.types import StoredTensor
 
@@ -28,7 +39,7 @@ class RefOps:
         return dequantize(tensor.kind, tensor.data, tensor.shape)  # [n]
 
     def kv_pages(self, specs: Sequence[PagedKV], num_pages: int, block_size: int) -> list[LayerKV]:
-        return [empty_pages(spec, num_pages, block_size) for spec in specs]
+        return [pages.zero_pages(spec, num_pages, block_size) for spec in specs]
 
     def embed(self, table: Matrix, ids: Ints) -> Floats:
         rows: Floats = array(table)[ids]  # [tokens, hidden]
@@ -63,24 +74,31 @@ class RefOps:
     ) -> Floats:
         heads = (len(x), -1, qkv.head_dim)
         query = self.linear(x, qkv.query, qkv.query_bias).reshape(heads)  # [tokens, heads, dim]
-        key = self.linear(x, qkv.key, qkv.key_bias).reshape(heads)  # [tokens, kv_heads, dim]
+        key_bias = None if qkv.bias_left_out(kv.spec) is not None else qkv.key_bias
+        key = self.linear(x, qkv.key, key_bias).reshape(heads)  # [tokens, kv_heads, dim]
         value = self.linear(x, qkv.value, qkv.value_bias).reshape(heads)
         if qkv.query_norm is not None:
             query = self.rms_norm(query, qkv.query_norm, qkv.norm_eps)
         if qkv.key_norm is not None:
             key = self.rms_norm(key, qkv.key_norm, qkv.norm_eps)
-        page, offset = np.divmod(batch.write_at, kv.block_size)  # [tokens] each
-        kv.keys[page, :, offset] = rotate(key, rope, batch.positions)
-        kv.values[page, :, offset] = value
+        pages.write(kv, batch.write_at, rotate(key, rope, batch.positions), value)
         return rotate(query, rope, batch.positions)
 
-    def attention(self, q: Floats, kv: LayerKV, batch: ForwardBatch, scale: float) -> Floats:
+    def attention(
+        self,
+        q: Floats,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        scale: float,
+        left_out: RotatedBias | None = None,
+    ) -> Floats:
         out = np.empty_like(q)  # [tokens, heads, dim]
         for chunk, context_tokens in enumerate(batch.context_lens):
             tokens = slice(batch.chunk_starts[chunk], batch.chunk_starts[chunk + 1])
-            pages = batch.page_table[chunk, : -(-context_tokens // kv.block_size)]
-            keys = gather(kv.keys, pages, context_tokens)  # [kv_heads, context, dim]
-            values = gather(kv.values, pages, context_tokens)
+            ids = batch.page_table[chunk, : -(-context_tokens // kv.block_size)]
+            keys, values = pages.read(kv, ids, context_tokens)  # [kv_heads, context, dim] each
+            if left_out is not None:
+                keys = keys + rotated_bias(left_out, kv.spec, context_tokens)
             out[tokens] = attend(q[tokens], keys, values, batch.positions[tokens], scale)
         return out.reshape(len(q), -1)
 
@@ -88,12 +106,6 @@ class RefOps:
 def array(matrix: Matrix) -> Floats:
     """This set's matrices are plain arrays; the protocol hides that from the layers."""
     return cast(Floats, matrix)
-
-
-def empty_pages(spec: PagedKV, num_pages: int, block_size: int) -> LayerKV:
-    """np.zeros asks the kernel for zero pages, which cost no memory until they are written."""
-    shape = (num_pages, spec.kv_heads, block_size, spec.head_dim)
-    return LayerKV(np.zeros(shape, dtype=spec.dtype), np.zeros(shape, dtype=spec.dtype))
 
 
 def silu(x: Floats) -> Floats:
@@ -111,11 +123,12 @@ def rotate(x: Floats, rope: RopeTable, positions: Ints) -> Floats:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def gather(pages: Floats, ids: Ints, context_tokens: int) -> Floats:
-    """The first `context_tokens` tokens of the listed pages, in order: [kv_heads, context, dim]."""
-    picked = pages[ids].swapaxes(0, 1)  # [kv_heads, pages, block_size, dim]
-    kv_heads, dim = picked.shape[0], picked.shape[-1]
-    return picked.reshape(kv_heads, -1, dim)[:, :context_tokens].astype(np.float32, copy=False)
+def rotated_bias(left_out: RotatedBias, spec: PagedKV, context_tokens: int) -> Floats:
+    """The bias at positions 0 .. context_tokens - 1: [kv_heads, context, head_dim]."""
+    bias = left_out.bias.reshape(1, spec.kv_heads, spec.head_dim)
+    everywhere = np.broadcast_to(bias, (context_tokens, *bias.shape[1:]))
+    positions = np.arange(context_tokens, dtype=np.int32)
+    return rotate(everywhere, left_out.rope, positions).swapaxes(0, 1)
 
 
 def attend(q: Floats, keys: Floats, values: Floats, positions: Ints, scale: float) -> Floats:
