@@ -220,8 +220,7 @@ class Backend {
                          heads,    scale,         pages,         bias};
     without_gil([&](Pool& pool) {
       const long floats = kernels_.attention_scratch(args, pool.threads());
-      const ByteArray scratch = allocate_bytes(floats * sizeof(float));
-      kernels_.attention(pool, args, reinterpret_cast<float*>(scratch.get()));
+      kernels_.attention(pool, args, reinterpret_cast<float*>(scratch(floats * sizeof(float))));
     });
   }
 
@@ -248,17 +247,21 @@ class Backend {
             nullptr, result.data()};
   }
 
-  // The scratch belongs to the calling thread and only grows: fresh memory for each product would
-  // cost more page faults than the products of a small model cost time.
-  static Input input(const Rows& x) {
-    thread_local ByteArray scratch;
+  // Belongs to the calling thread and only grows: fresh memory for each op would cost more page
+  // faults than the ops of a small model cost time. One op at a time may use it.
+  static uint8_t* scratch(long bytes) {
+    thread_local ByteArray memory;
     thread_local long size = 0;
-    const long rows = size_of(x, 0), in = size_of(x, 1), needed = input_scratch(rows, in);
-    if (needed > size) {
-      scratch = allocate_bytes(needed);
-      size = needed;
+    if (bytes > size) {
+      memory = allocate_bytes(bytes);
+      size = bytes;
     }
-    return {x.data(), rows, in, scratch.get()};
+    return memory.get();
+  }
+
+  static Input input(const Rows& x) {
+    const long rows = size_of(x, 0), in = size_of(x, 1);
+    return {x.data(), rows, in, scratch(input_scratch(rows, in))};
   }
 
   const Kernels& kernels_;
