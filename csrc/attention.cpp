@@ -18,7 +18,7 @@
 
 namespace toque {
 
-// Multiples of PANEL; PART is one of STEP.
+// Multiples of two PANELs; PART is one of STEP.
 constexpr long PART = 256;  // keys that a softmax is taken over at once
 constexpr long STEP = 32;   // values that are widened together: they should fit L1
 
@@ -47,7 +47,7 @@ struct Block {
   long kv_head;
   float* q;         // [rows, dim], scaled
   float* weights;   // [rows, WEIGHTS_STRIDE], scores first
-  float* keys;      // [dim, PANEL]: a panel
+  float* keys;      // [2, dim, PANEL]: two panels
   float* values;    // [STEP, dim_padded]
   float* turned;    // [dim], see widen_pages.h
   long* visible;    // [rows], keys of the current part that the row may see
@@ -68,7 +68,7 @@ static long partial_floats(const Attention& a) {
 
 static long thread_floats(const Attention& a) {
   const long rows = block_rows(a), dim = padded(a.pages.dim);
-  return rows * (dim + WEIGHTS_STRIDE + 2) + dim * (PANEL + STEP + 1) + 2 * partial_floats(a);
+  return rows * (dim + WEIGHTS_STRIDE + 2) + dim * (2 * PANEL + STEP + 1) + 2 * partial_floats(a);
 }
 
 static long units(const Attention& a) { return a.num_blocks * a.pages.kv_heads; }
@@ -111,7 +111,7 @@ static Block lay_out(const Attention& a, const TokenBlock& tokens, long kv_head,
   b.q = scratch;
   b.weights = b.q + most_rows * b.dim_padded;
   b.keys = b.weights + most_rows * WEIGHTS_STRIDE;
-  b.values = b.keys + b.dim_padded * PANEL;
+  b.values = b.keys + 2 * b.dim_padded * PANEL;
   b.turned = b.values + b.dim_padded * STEP;
   b.visible = (long*)(b.turned + b.dim_padded);  // two floats' room each
   float* partials = b.turned + b.dim_padded + 2 * most_rows;
@@ -126,7 +126,7 @@ static void start(const Attention& a, const TokenBlock& tokens, Block& b) {
     float* to = b.q + t * b.group * b.dim;
     for (long i = 0; i < b.group * b.dim; ++i) to[i] = q[i] * a.scale;
   }
-  memset(b.keys, 0, b.dim_padded * PANEL * sizeof(float));
+  memset(b.keys, 0, 2 * b.dim_padded * PANEL * sizeof(float));
   memset(b.values, 0, STEP * b.dim_padded * sizeof(float));  // the padding is never written again
 }
 
@@ -141,16 +141,20 @@ template <KvType TYPE>
 static void score(const Attention& a, const TokenBlock& tokens, const float* steps, long first,
                   long count, Block& b) {
   PageWalk walk(a.pages, tokens.page_table, b.kv_head, first);
-  for (long k = 0; k < count; k += PANEL) {
+  const long gap = b.dim * PANEL;
+  for (long k = 0; k < count; k += 2 * PANEL) {
     const long blind_tokens = first + k - tokens.first_position;
     const long row = blind_tokens > 0 ? blind_tokens * b.group : 0;
-    const long keys = count - k < PANEL ? count - k : PANEL;
-    walk.prefetch_keys<TYPE>(count - k - PANEL);
-    walk.take_keys<TYPE>(keys, b.keys);
-    if (a.bias.bias) add_bias(a, steps, first + k, b.kv_head, b.turned, b.keys);
-    add_product<true>({b.q + row * b.dim, b.dim, b.keys, PANEL, b.dim,
-                       b.weights + row * WEIGHTS_STRIDE + k, WEIGHTS_STRIDE},
-                      b.rows - row);
+    for (long j = 0; j < 2 * PANEL && k + j < count; j += PANEL) {
+      float* panel = b.keys + j * b.dim;
+      const long left = count - k - j;
+      walk.prefetch_keys<TYPE>(left - PANEL);
+      walk.take_keys<TYPE>(left < PANEL ? left : PANEL, panel);
+      if (a.bias.bias) add_bias(a, steps, first + k + j, b.kv_head, b.turned, panel);
+    }
+    add_product_of_pair<true>({b.q + row * b.dim, b.dim, b.keys, PANEL, b.dim,
+                               b.weights + row * WEIGHTS_STRIDE + k, WEIGHTS_STRIDE},
+                              gap, b.rows - row);
   }
 }
 
@@ -178,17 +182,25 @@ static long depth_at(const Block& b, long row, long k) {
   return depth < 0 ? 0 : (depth < STEP ? depth : STEP);
 }
 
+static void add_weighted(Block& b, long begin, long end, long k, long depth) {
+  TileArgs tile{b.weights + begin * WEIGHTS_STRIDE + k, WEIGHTS_STRIDE, b.values, b.dim_padded,
+                depth, b.part.out + begin * b.dim_padded, b.dim_padded};
+  long d = 0;
+  for (; d + 2 * PANEL <= b.dim_padded; d += 2 * PANEL) {
+    add_product_of_pair(tile, PANEL, end - begin);
+    tile.panel += 2 * PANEL;
+    tile.sums += 2 * PANEL;
+  }
+  if (d < b.dim_padded) add_product(tile, end - begin);
+}
+
 // out[row] += weights[row] @ values of that step. A value that a row may not see is not multiplied by
 // zero but left out, since zero times infinity is not zero.
 static void add_values(Block& b, long k) {
   for (long begin = 0, end; begin < b.rows; begin = end) {
     const long depth = depth_at(b, begin, k);
     for (end = begin + 1; end < b.rows && depth_at(b, end, k) == depth;) ++end;
-    for (long d = 0; depth > 0 && d < b.dim_padded; d += PANEL) {
-      add_product({b.weights + begin * WEIGHTS_STRIDE + k, WEIGHTS_STRIDE, b.values + d,
-                   b.dim_padded, depth, b.part.out + begin * b.dim_padded + d, b.dim_padded},
-                  end - begin);
-    }
+    if (depth > 0) add_weighted(b, begin, end, k, depth);
   }
 }
 

@@ -66,13 +66,84 @@ inline void add_tile_of(const TileArgs& t, long rows) {
   }
 }
 
-// sums += x @ panel, for any number of rows. The last two tiles share their rows evenly: a tile of
-// one row waits for each multiply-add before the next, three rows or more keep the units busy.
+// A tile of few rows waits for each multiply-add before the next of the same sum, so that two panels
+// side by side are as fast as one. As many rows as keep the sums of both in registers.
+#if defined(TOQUE_HAS_AVX2)
+constexpr int WIDE_ROWS = 3;  // 12 + 3 + 1 of 16 registers
+#else
+constexpr int WIDE_ROWS = 0;
+#endif
+
+// The panel at `panel` and the one `gap` floats after it, into neighbouring columns.
+template <int ROWS, bool FRESH>
+inline void add_wide_tile(const TileArgs& t, long gap) {
+  f32x8 acc[ROWS][4];
+  for (int r = 0; r < ROWS; ++r) {
+    for (int v = 0; v < 4; ++v) acc[r][v] = splat(0);
+  }
+  const float* x = t.x;
+  const float* panel = t.panel;
+  for (long k = 0; k < t.depth; ++k, ++x, panel += t.panel_stride) {
+    f32x8 input[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      input[r] = splat(x[r * t.x_stride]);
+      pin(input[r]);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+      f32x8 column = load(panel + v % 2 * LANES + v / 2 * gap);
+      pin(column);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(input[r], column, acc[r][v]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    for (int v = 0; v < 4; ++v) {
+      float* sums = t.sums + r * t.sums_stride + v * LANES;
+      store(sums, FRESH ? acc[r][v] : load(sums) + acc[r][v]);
+    }
+  }
+}
+
+template <int ROWS, bool FRESH>
+inline void add_pair_of(TileArgs t, long gap, long rows) {
+  if (rows == ROWS) {
+    if constexpr (ROWS > 0 && ROWS <= WIDE_ROWS) return add_wide_tile<ROWS, FRESH>(t, gap);
+    if constexpr (ROWS > WIDE_ROWS) {
+      add_tile<ROWS, FRESH>(t);
+      t.panel += gap;
+      t.sums += PANEL;
+      return add_tile<ROWS, FRESH>(t);
+    }
+  }
+  if constexpr (ROWS > 0) add_pair_of<ROWS - 1, FRESH>(t, gap, rows);
+}
+
+// Rows of the next tile. The last two tiles share their rows evenly: a tile of one row waits for
+// each multiply-add before the next, three rows or more keep the units busy.
+inline long next_tile(long rows) {
+  if (rows >= 2 * TILE_ROWS) return TILE_ROWS;
+  return rows > TILE_ROWS ? (rows + 1) / 2 : rows;
+}
+
+// As add_product() for two panels that lie `gap` floats apart; the same bits.
+template <bool FRESH = false>
+inline void add_product_of_pair(TileArgs t, long gap, long rows) {
+  while (rows > 0) {
+    const long tile = next_tile(rows);
+    add_pair_of<TILE_ROWS, FRESH>(t, gap, tile);
+    t.x += tile * t.x_stride;
+    t.sums += tile * t.sums_stride;
+    rows -= tile;
+  }
+}
+
+// sums += x @ panel, for any number of rows.
 template <bool FRESH = false>
 inline void add_product(TileArgs t, long rows) {
   while (rows > 0) {
-    const long last = rows > TILE_ROWS ? (rows + 1) / 2 : rows;
-    const long tile = rows >= 2 * TILE_ROWS ? TILE_ROWS : last;
+    const long tile = next_tile(rows);
     add_tile_of<TILE_ROWS, FRESH>(t, tile);
     t.x += tile * t.x_stride;
     t.sums += tile * t.sums_stride;
