@@ -179,6 +179,4 @@ def _tokenizer(located: Located, options: EngineOptions) -> Tokenizer:
     from toque.files.checkpoint import open_checkpoint
     from toque.serve.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(open_checkpoint(located.path, options.load_format))
-    tokenizer.prepare()  # while the engine loads its weights
-    return tokenizer
+    return load_tokenizer(open_checkpoint(located.path, options.load_format))

@@ -169,14 +169,18 @@ class Tokenizer:
         ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def prepare(self) -> None:
-        """Make now what the first typed control token would wait for: a second or two."""
-        _ = self._plain_encoder
-
     @cached_property
     def _plain_encoder(self) -> tokenizers.Tokenizer:
-        # A copy, because the switch is a property of the encoder and other threads are using it.
-        plain = tokenizers.Tokenizer.from_str(self._encoder.to_str())
+        # A second encoder, because the switch is a property of it and other threads are using the
+        # first; around the same model, whose vocabulary and merges would take seconds to copy.
+        first = self._encoder
+        plain = tokenizers.Tokenizer(first.model)
+        if first.normalizer is not None:
+            plain.normalizer = first.normalizer
+        if first.pre_tokenizer is not None:
+            plain.pre_tokenizer = first.pre_tokenizer
+        for _, token in sorted(first.get_added_tokens_decoder().items()):
+            (plain.add_special_tokens if token.special else plain.add_tokens)([token])
         plain.encode_special_tokens = True
         return plain
 
