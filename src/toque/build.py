@@ -40,7 +40,7 @@ from toque.worker.worker import Worker, measure_prefill
 
 log = logging.getLogger(__name__)
 
-PROBE_TOKENS = 64  # length of the prompt that measures the prefill rate
+PROBE_TOKENS = 32  # length of the prompt that measures the prefill rate
 
 
 @dataclass(frozen=True, slots=True)
