@@ -225,8 +225,8 @@ static void attend_part(const Attention& a, const TokenBlock& tokens, const floa
   }
 }
 
-// Adds a part to what comes before it. A row that sees none of its keys has the maximum -inf there,
-// and -inf for both would make NaN of their difference.
+// Adds a part to what comes before it. A row that sees none of its keys, because another token of
+// the block does, must stay as it is alone: adding nothing would turn a negative zero.
 static void join(const Partial& part, Block& b) {
   for (long r = 0; r < b.rows; ++r) {
     const float old = b.joined.maximum[r], here = part.maximum[r];
