@@ -89,7 +89,8 @@ class ModelFolder:
 
     def check_disk(self) -> None:
         """Raise ModelError unless a fetch from the neediest source fits."""
-        have_bytes = self.partial.stat().st_size if self.partial.exists() else 0
+        begun = [self.partial, *self.work.rglob("*")]  # what an interrupted fetch has left
+        have_bytes = sum(path.stat().st_size for path in begun if path.is_file())
         need_bytes = _peak_bytes(self.entry) - have_bytes
         free_bytes = shutil.disk_usage(self.path).free
         if free_bytes < need_bytes:
