@@ -15,8 +15,7 @@ from typing import Any
 from toque import __version__
 from toque.config import EngineOptions, ServeOptions, parse_size
 from toque.errors import ToqueError
-
-DEFAULT_MODEL = "qwen2.5-coder-0.5b"
+from toque.files.catalog import DEFAULT_MODEL
 
 MODEL_HELP = (
     "catalogue name (qwen2.5-coder-0.5b, smollm2), Hugging Face repo id, folder or .gguf file"
