@@ -1,7 +1,7 @@
 """From an open checkpoint to its structure and to a model that runs.
 
 To add a model of the dense kind: a row in `spec_hf.FAMILIES` and in `spec_gguf.ARCHITECTURES`, and
-whatever is new about it as a field of ModelSpec. See docs/adding-a-model.md.
+whatever is new about it as a field of ModelSpec.
 """
 
 from __future__ import annotations
