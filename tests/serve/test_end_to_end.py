@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,10 +109,20 @@ def test_equal_prompts_are_found_in_the_cache(smollm2: Live) -> None:
 # -------------------------------------------------------------------------------- crowds
 
 
-async def send(live: Live, body: dict[str, Any]) -> asyncio.StreamReader:
+async def send(
+    live: Live, body: dict[str, Any], window_bytes: int | None = None
+) -> asyncio.StreamReader:
     """Post a completion; returns when the request has left. Raw, since a thousand full clients
-    take far longer than the server that they ask."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", live.port, limit=1 << 20)
+    take far longer than the server that they ask.
+
+    `window_bytes` fixes how much the kernel takes in for a client that does not read: without it
+    the system's limit decides, which is 6 MB on one machine and 32 MB on another."""
+    sock = socket.socket()
+    sock.setblocking(False)
+    if window_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window_bytes)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", live.port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}"
     writer.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + content)
@@ -204,8 +215,9 @@ def test_a_reader_that_does_not_read_is_cut_off(tiny_config: Path, tmp_path: Pat
     flags = ("--load-format", "dummy", "--served-model-name", "tiny", "--slow-reader-timeout", "1")
 
     async def scenario(live: Live) -> None:
-        # Some 20 MB of answer: more than the socket buffers of both ends take.
-        lazy = await send(live, completion("x", max_tokens=480, n=32, stream=True, logprobs=20))
+        # Some 20 MB of answer: more than the server's socket buffer (4 MB at most) takes.
+        body = completion("x", max_tokens=480, n=32, stream=True, logprobs=20)
+        lazy = await send(live, body, window_bytes=1 << 16)
         lazy._transport.pause_reading()  # type: ignore[attr-defined]
         other = await read_stream(await send(live, completion("y", max_tokens=4, stream=True)))
         assert other is not None
