@@ -9,19 +9,16 @@
 #include <memory>
 #include <vector>
 
+#include "bind_program.h"
 #include "check.h"
 #include "isa.h"
-#include "memory.h"
+#include "matrix.h"
 #include "pool.h"
 #include "token_blocks.h"
 
 namespace toque {
 
 using namespace nb::literals;
-
-// The names of Kind's values, in its order.
-constexpr const char* KIND_NAMES[] = {"F32",  "F16",  "BF16", "Q4_0", "Q4_1", "Q5_0",
-                                      "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"};
 
 static Kind kind_of(const std::string& name) {
   const auto found = std::find(std::begin(KIND_NAMES), std::end(KIND_NAMES), name);
@@ -43,32 +40,6 @@ static StoredRows stored_rows(const std::string& name, const Bytes& data, long r
           "data has not the size that its kind and shape need");
   return {kind, data.data(), rows, columns};
 }
-
-// A packed weight matrix, immutable once made: one block of bytes, see layout.h.
-//
-// Owns: its bytes, or a hold on the array that lent them. Knows: their kind and shape.
-class Matrix {
- public:
-  Matrix(Kind kind, long out, long in)
-      : owned_(allocate_bytes(packed_bytes(kind, out, in))), packed_{kind, owned_.get(), out, in} {}
-
-  // On bytes of another matrix, from a file for example, which are not copied.
-  Matrix(Kind kind, const Bytes& data, long out, long in)
-      : lent_(data), packed_{kind, data.data(), out, in} {}
-
-  const Packed& packed() const { return packed_; }
-  uint8_t* data() { return owned_.get(); }  // of a matrix that has bytes of its own
-  size_t bytes() const {
-    return static_cast<size_t>(packed_bytes(packed_.kind, packed_.out, packed_.in));
-  }
-  nb::tuple shape() const { return nb::make_tuple(packed_.out, packed_.in); }
-  const char* kind() const { return KIND_NAMES[static_cast<int>(packed_.kind)]; }
-
- private:
-  ByteArray owned_;
-  Bytes lent_;
-  Packed packed_;
-};
 
 // Thread pool and kernels of one CpuOps.
 //
@@ -224,19 +195,15 @@ class Backend {
     });
   }
 
- private:
-  static RotatedBias checked_bias(const std::optional<Vector>& bias, const std::optional<Rows>& cos,
-                                  const std::optional<Rows>& sin, const Pages& pages) {
-    if (!bias) return {nullptr, nullptr, nullptr, 0};
-    const long pairs = pages.dim / 2;
-    require(cos && sin, "a bias needs the rope table");
-    require(size_of(*bias, 0) == pages.kv_heads * pages.dim, "bias is not [kv_heads * head_dim]");
-    require(pages.dim % 2 == 0 && size_of(*cos, 1) == pairs && size_of(*sin, 1) == pairs &&
-                size_of(*sin, 0) == size_of(*cos, 0),
-            "the rope table has not head_dim / 2 columns");
-    return {bias->data(), cos->data(), sin->data(), size_of(*cos, 0)};
+  // A recorded program for one batch; `result` is [tokens or outputs, width of its result].
+  void run(Recording& recording, Ints ids, Ints positions, Ints chunk_starts, Ints context_lens,
+           IntTable page_table, Longs write_at, Ints output_rows, OutRows result) const {
+    const Batch batch{positions, chunk_starts, context_lens, page_table};
+    const Step step = recording.checked(batch, ids, write_at, output_rows, result);
+    without_gil([&](Pool& pool) { recording.run(kernels_, pool, step, result.data()); });
   }
 
+ private:
   static Product checked_product(const Rows& x, const Matrix& weight,
                                  const std::optional<Vector>& bias, const OutRows& result) {
     const Packed& packed = weight.packed();
@@ -307,7 +274,10 @@ static void bind_backend(nb::module_& module) {
       .def("attention", &Backend::attention, array("q"), "type"_a, "kv_heads"_a, "block_size"_a,
            array("pages"), array("positions"), array("chunk_starts"), array("context_lens"),
            array("page_table"), "scale"_a, optional("key_bias"), optional("cos"), optional("sin"),
-           array("result"));
+           array("result"))
+      .def("run", &Backend::run, "recording"_a, array("ids"), array("positions"),
+           array("chunk_starts"), array("context_lens"), array("page_table"), array("write_at"),
+           array("output_rows"), array("result"));
 }
 
 }  // namespace toque
@@ -316,5 +286,6 @@ NB_MODULE(_native, module) {
   // An interpreter that exits does not free what its modules hold; nanobind would report that.
   nanobind::set_leak_warnings(false);
   toque::bind_matrix(module);
+  toque::bind_program(module);
   toque::bind_backend(module);
 }

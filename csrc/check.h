@@ -80,4 +80,17 @@ inline Pages checked_pages(const Any& bytes, const std::string& type, long kv_he
   return pages;
 }
 
+// What the pages leave out of each key, where there is something.
+inline RotatedBias checked_bias(const std::optional<Vector>& bias, const std::optional<Rows>& cos,
+                                const std::optional<Rows>& sin, const Pages& pages) {
+  if (!bias) return {nullptr, nullptr, nullptr, 0};
+  const long pairs = pages.dim / 2;
+  require(cos && sin, "a bias needs the rope table");
+  require(size_of(*bias, 0) == pages.kv_heads * pages.dim, "bias is not [kv_heads * head_dim]");
+  require(pages.dim % 2 == 0 && size_of(*cos, 1) == pairs && size_of(*sin, 1) == pairs &&
+              size_of(*sin, 0) == size_of(*cos, 0),
+          "the rope table has not head_dim / 2 columns");
+  return {bias->data(), cos->data(), sin->data(), size_of(*cos, 0)};
+}
+
 }  // namespace toque

@@ -35,6 +35,7 @@ from toque.scheduler.policy import POLICIES
 from toque.scheduler.scheduler import Scheduler
 from toque.scheduler.step import Limits
 from toque.types import Hello
+from toque.worker.program import Program
 from toque.worker.state import DeviceState
 from toque.worker.worker import Worker, measure_prefill
 
@@ -116,7 +117,7 @@ def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
     pages = -(-tokens // options.block_size)
     specs = loaded.model.kv_specs(kv_dtype(options))
     kv = loaded.ops.kv_pages(specs, pages, options.block_size)
-    worker = Worker(loaded.model, DeviceState(1, pages, kv))
+    worker = Worker(Program(loaded.model), DeviceState(1, pages, kv))
     return measure_prefill(worker, tokens, options.block_size)
 
 
@@ -138,7 +139,7 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
     cache = CacheManager(config.total_pages, config.block_size, config.enable_prefix_caching)
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv)
     scheduler = Scheduler(limits, cache, POLICIES[config.scheduling_policy]())
-    worker = Worker(loaded.model, state, known_tokens(loaded.checkpoint, spec.vocab_size))
+    worker = Worker(Program(loaded.model), state, known_tokens(loaded.checkpoint, spec.vocab_size))
     core = EngineCore(scheduler, worker, port, StepCost(config.prefill_tokens_per_s))
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
     return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)

@@ -82,7 +82,7 @@ def answer(loaded: Loaded, config: EngineConfig, wanted: list[Request], gap: int
     """Run requests through one engine, a new one every `gap` steps (0: all at once)."""
     channel = InProcess()
     engine = assemble(loaded, config, "tiny", channel.engine)
-    recorder = Recorder(loaded.model)
+    recorder = Recorder(engine.core._executor._model)  # type: ignore[attr-defined]
     engine.core._executor._model = recorder  # type: ignore[attr-defined]
     tokens: dict[str, list[int]] = {request.id: [] for request in wanted}
     logits: dict[tuple[str, int], bytes] = {}

@@ -40,6 +40,7 @@ from toque.types import (
     StepReport,
     Tokens,
 )
+from toque.worker.program import Program
 from toque.worker.state import DeviceState
 from toque.worker.worker import Worker
 
@@ -134,7 +135,7 @@ def one_at_a_time(engine: Engine, prompts: Sequence[Sequence[int]], num_output: 
     """The loop that everyone writes first: a prompt, then a token and a token and a token."""
     config = engine.config
     pages = -(-(len(prompts[0]) + num_output) // config.block_size)
-    worker = Worker(engine.model, scratch_state(engine, rows=1, pages_per_row=pages))
+    worker = Worker(Program(engine.model), scratch_state(engine, rows=1, pages_per_row=pages))
     first_token_s, answers = [], []
     t0 = time.perf_counter()
     for prompt in prompts:
@@ -251,7 +252,7 @@ def decode_step(engine: Engine, size: int, machine: dict[str, float]) -> dict[st
     """One token for `size` sequences at once, median of some steps: what it reads and computes."""
     block = engine.config.block_size
     pages = -(-(CONTEXT_TOKENS + 16) // block)
-    worker = Worker(engine.model, scratch_state(engine, rows=size, pages_per_row=pages))
+    worker = Worker(Program(engine.model), scratch_state(engine, rows=size, pages_per_row=pages))
     setups = tuple(
         greedy_row(row, CONTEXT_TOKENS, tuple(range(row * pages, (row + 1) * pages)))
         for row in range(size)
@@ -297,7 +298,7 @@ def balance_rows(engine: Engine, machine: dict[str, float]) -> float:
 def scratch_state(engine: Engine, rows: int, pages_per_row: int) -> DeviceState:
     """Rows and pages of our own, beside the engine's."""
     model, config = engine.model, engine.config
-    ops = model.embedding.ops
+    ops = model.ops
     kv = ops.kv_pages(
         model.kv_specs(config.kv_cache_dtype), rows * pages_per_row, config.block_size
     )

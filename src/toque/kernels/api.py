@@ -14,7 +14,7 @@ rows there are, on threads, nor on how a sequence was cut into chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -144,6 +144,14 @@ class RotatedBias:
     rope: RopeTable
 
 
+class Recorded(Protocol):
+    """A forward pass that was written down, see `Ops.record`."""
+
+    def run(self, batch: ForwardBatch) -> Floats:
+        """What the recorded calls return for this batch. The array is theirs and holds until the
+        next run."""
+
+
 class Ops(Protocol):
     """See the module's docstring for the contract that holds for all of them."""
 
@@ -204,3 +212,12 @@ class Ops(Protocol):
         included (they have been written): [tokens, heads * head_dim]. Query head h uses KV head
         h // (heads / kv_heads) (grouped-query attention, arXiv:2305.13245). `left_out` is added to
         every key: what `qkv_rope_write` did not write (`QKV.bias_left_out`)."""
+
+    def output_rows(self, x: Floats, batch: ForwardBatch) -> Floats:
+        """Rows batch.output_rows of x: [tokens, n] -> [outputs, n]."""
+
+    def record(self, trace: Callable[[Ops, ForwardBatch], Floats]) -> Recorded:
+        """Call `trace` once with Ops that write down what they are asked for, and a batch that
+        stands for all batches; later runs do the same for others, with the same bits. `trace` must
+        hand results from op to op as they are. A set that has no programs calls `trace` anew for
+        each batch."""

@@ -55,6 +55,7 @@ class DenseDecoder:
     """A model ready to run; frozen, so that several batches may be in flight."""
 
     spec: ModelSpec
+    ops: Ops
     embedding: Embedding
     blocks: tuple[Block, ...]
     norm: RmsNorm
@@ -73,7 +74,7 @@ class DenseDecoder:
         x = self.embedding(batch.ids)  # [tokens, hidden]
         for block, pages in zip(self.blocks, kv, strict=True):
             x = block(x, batch, pages)
-        return self.norm(x[batch.output_rows])
+        return self.norm(self.ops.output_rows(x, batch))
 
     def logits(self, hidden: Floats) -> Floats:
         """[rows, hidden] -> [rows, vocab]."""
@@ -107,6 +108,7 @@ def build_dense(spec: ModelSpec, weights: Weights, ops: Ops, max_model_len: int)
     head = table if spec.tied_embeddings else ops.matrix(weights.top["head"])
     return DenseDecoder(
         spec=spec,
+        ops=ops,
         embedding=Embedding(ops, table),
         blocks=tuple(_Parts(spec, ops, layer).block(rope) for layer in weights.layers),
         norm=RmsNorm(ops, ops.vector(weights.top["norm"]), spec.rms_eps),

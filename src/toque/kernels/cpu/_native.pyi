@@ -100,3 +100,69 @@ class Backend:
         sin: Floats | None,
         result: Floats,
     ) -> None: ...
+    def run(
+        self,
+        recording: Recording,
+        ids: Ints,
+        positions: Ints,
+        chunk_starts: Ints,
+        context_lens: Ints,
+        page_table: Ints,
+        write_at: NDArray[np.int64],
+        output_rows: Ints,
+        result: Floats,
+    ) -> None: ...
+
+class Recording:
+    """A forward pass that is written down call by call, then run (`Backend.run`) for one batch after
+    another. Values are numbers that these methods return; what they are given lives as long as
+    this. ValueError where widths do not fit, and from the first `finish` on."""
+
+    def __init__(self) -> None: ...
+    def embed(self, table: Matrix) -> int: ...
+    def output_rows(self, x: int) -> int: ...
+    def rms_norm(self, x: int, weight: Floats, eps: float) -> int: ...
+    def linear(self, x: int, weight: Matrix, bias: Floats | None, residual: int | None) -> int: ...
+    def gate_up_silu(
+        self,
+        x: int,
+        gate: Matrix,
+        up: Matrix,
+        gate_bias: Floats | None,
+        up_bias: Floats | None,
+    ) -> int: ...
+    def qkv_rope_write(
+        self,
+        x: int,
+        query: Matrix,
+        key: Matrix,
+        value: Matrix,
+        query_bias: Floats | None,
+        key_bias: Floats | None,
+        value_bias: Floats | None,
+        query_norm: Floats | None,
+        key_norm: Floats | None,
+        norm_eps: float,
+        cos: Floats,
+        sin: Floats,
+        type: str,
+        block_size: int,
+        pages: NDArray[np.uint8],
+        head_dim: int,
+    ) -> int: ...
+    def attention(
+        self,
+        q: int,
+        type: str,
+        kv_heads: int,
+        block_size: int,
+        pages: NDArray[np.uint8],
+        head_dim: int,
+        scale: float,
+        key_bias: Floats | None,
+        cos: Floats | None,
+        sin: Floats | None,
+    ) -> int: ...
+    def finish(self, result: int) -> None: ...
+    def width(self, value: int) -> int: ...
+    def is_per_output(self, value: int) -> bool: ...

@@ -9,8 +9,7 @@ The extension checks everything that it is given: TypeError for another dtype, r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,11 +21,13 @@ from toque.kernels.api import (
     Ints,
     LayerKV,
     Matrix,
+    Ops,
     PagedKV,
     RopeTable,
     RotatedBias,
 )
 from toque.kernels.cpu import _native
+from toque.kernels.cpu.record import CpuProgram, native
 from toque.kernels.ref.dequantize import check_packed
 from toque.kernels.ref.pages import zero_pages
 from toque.types import StoredTensor
@@ -148,10 +149,12 @@ class CpuOps:
         self.backend.attention(q, *pages, *chunks, scale, bias, cos, sin, out)
         return out  # [tokens, heads * head_dim]
 
+    def output_rows(self, x: Floats, batch: ForwardBatch) -> Floats:
+        rows: Floats = x[batch.output_rows]  # [outputs, n]
+        return rows
 
-def native(matrix: Matrix) -> _native.Matrix:
-    """This set's matrices are the extension's own; the protocol hides that from the layers."""
-    return cast(_native.Matrix, matrix)
+    def record(self, trace: Callable[[Ops, ForwardBatch], Floats]) -> CpuProgram:
+        return CpuProgram(self.backend, trace)
 
 
 def result_of(x: Floats, weight: Matrix) -> Floats:

@@ -6,7 +6,8 @@ only the `cpu` set promises (numpy's matmul rounds a row differently beside othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from toque.kernels.api import (
     Ints,
     LayerKV,
     Matrix,
+    Ops,
     PagedKV,
     RopeTable,
     RotatedBias,
@@ -101,6 +103,24 @@ class RefOps:
                 keys = keys + rotated_bias(left_out, kv.spec, context_tokens)
             out[tokens] = attend(q[tokens], keys, values, batch.positions[tokens], scale)
         return out.reshape(len(q), -1)
+
+    def output_rows(self, x: Floats, batch: ForwardBatch) -> Floats:
+        rows: Floats = x[batch.output_rows]  # [outputs, n]
+        return rows
+
+    def record(self, trace: Callable[[Ops, ForwardBatch], Floats]) -> Unrecorded:
+        return Unrecorded(self, trace)
+
+
+@dataclass(frozen=True, slots=True)
+class Unrecorded:
+    """Every op called anew for each batch."""
+
+    ops: Ops
+    trace: Callable[[Ops, ForwardBatch], Floats]
+
+    def run(self, batch: ForwardBatch) -> Floats:
+        return self.trace(self.ops, batch)
 
 
 def array(matrix: Matrix) -> Floats:
