@@ -114,9 +114,9 @@ class Backend:
     ) -> None: ...
 
 class Recording:
-    """A forward pass that is written down call by call, then run (`Backend.run`) for one batch after
-    another. Values are numbers that these methods return; what they are given lives as long as
-    this. ValueError where widths do not fit, and from the first `finish` on."""
+    """A forward pass that is written down call by call, then run (`Backend.run`) for one batch
+    after another. Values are numbers that these methods return; what they are given lives as long
+    as this. ValueError where widths do not fit, and from the first `finish` on."""
 
     def __init__(self) -> None: ...
     def embed(self, table: Matrix) -> int: ...
