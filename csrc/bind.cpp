@@ -285,6 +285,7 @@ static void bind_backend(nb::module_& module) {
 NB_MODULE(_native, module) {
   // An interpreter that exits does not free what its modules hold; nanobind would report that.
   nanobind::set_leak_warnings(false);
+  module.attr("LAYOUT") = toque::LAYOUT;
   toque::bind_matrix(module);
   toque::bind_program(module);
   toque::bind_backend(module);

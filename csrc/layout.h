@@ -32,6 +32,9 @@
 
 namespace toque {
 
+// Goes up whenever packed bytes change their meaning: bytes of another layout may be in a file.
+constexpr int LAYOUT = 1;
+
 // Outputs of a packed weight panel, and columns of every register tile.
 constexpr long PANEL = 16;
 // Inputs that share a scale, in weights as in quantized activations.

@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 from toque.kernels.api import Floats, Ints
 
+LAYOUT: int  # of `Matrix.packed`: bytes that were packed under another number are not these
+
 class Matrix:
     """A weight matrix [out, in], packed as csrc/layout.h draws it. Immutable."""
 
