@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from toque.build import build_engine
 from toque.config import EngineOptions
@@ -28,7 +30,9 @@ from toque.types import (
     Finished,
     FinishReason,
     Logprob,
+    Pooling,
     PromptScores,
+    PromptVector,
     Refused,
     Request,
     SamplingParams,
@@ -59,6 +63,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[Completion]
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # from the second token on
+    vector: bytes = b""  # of `embed`, see PromptVector
 
 
 class LLM:
@@ -95,6 +100,22 @@ class LLM:
             pass
         return outputs
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: str = "last"
+    ) -> NDArray[np.float32]:
+        """One vector of length 1 per prompt: [prompts, hidden]. `pooling`: last, or mean.
+
+        Raises RequestError for a prompt that cannot be served, EngineError if one failed.
+        """
+        ids = [
+            self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in _as_list(prompts)
+        ]
+        outputs = [RequestOutput(p, [Completion(0)]) for p in ids]
+        params = SamplingParams(max_tokens=0, temperature=0.0, seed=0)
+        for _ in self._run(outputs, params, Pooling(pooling)):
+            pass
+        return np.array([np.frombuffer(output.vector, "<f4") for output in outputs])
+
     def chat(
         self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None
     ) -> RequestOutput:
@@ -117,10 +138,15 @@ class LLM:
 
     # ----------------------------------------------------------------------------- inside
 
-    def _run(self, outputs: list[RequestOutput], params: SamplingParams) -> Iterator[None]:
+    def _run(
+        self,
+        outputs: list[RequestOutput],
+        params: SamplingParams,
+        pooling: Pooling | None = None,
+    ) -> Iterator[None]:
         """Submit, then step until all have finished; yields after each step. Calls may interleave:
         each step serves all that are open. What a caller leaves unfinished is aborted."""
-        mine = self._submit(outputs, params)
+        mine = self._submit(outputs, params, pooling)
         try:
             while not all(choice.done for choice in mine.values()):
                 self._step()
@@ -146,7 +172,9 @@ class LLM:
                 if choice.done:
                     del self._open[event.id]
 
-    def _submit(self, outputs: list[RequestOutput], params: SamplingParams) -> dict[str, _Choice]:
+    def _submit(
+        self, outputs: list[RequestOutput], params: SamplingParams, pooling: Pooling | None
+    ) -> dict[str, _Choice]:
         self._calls += 1
         mine: dict[str, _Choice] = {}
         requests: list[Request] = []
@@ -159,6 +187,7 @@ class LLM:
                     sampling=sampling,
                     choice=completion.index,
                     arrived_s=time.monotonic(),
+                    pooling=pooling,
                 )
                 requests.append(request)
                 stream = TextStream(self.tokenizer, params.stop)
@@ -199,6 +228,8 @@ class _Choice:
             case PromptScores():
                 if self.completion.index == 0:
                     self.output.prompt_logprobs.extend(event.logprobs)
+            case PromptVector():
+                self.output.vector = event.vector
             case Finished():
                 self._finish(event)
             case Refused():

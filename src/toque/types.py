@@ -31,6 +31,13 @@ class FinishReason(StrEnum):
     ERROR = "error"  # this request failed; its neighbours did not
 
 
+class Pooling(StrEnum):
+    """How the states of a prompt's tokens become one vector."""
+
+    LAST = "last"  # that of the last token, which has seen all the others
+    MEAN = "mean"  # the mean over all of them
+
+
 class Wire(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of everything that crosses the process boundary or is recorded."""
 
@@ -69,7 +76,8 @@ class SamplingParams(Wire, frozen=True, kw_only=True):
 class Request(Wire, frozen=True, kw_only=True):
     """One sequence to generate: one choice of one prompt. `id` is unique over the server's life.
 
-    Invariant at the engine: 1 <= len(prompt) < max_model_len.
+    Invariant at the engine: 1 <= len(prompt) < max_model_len. With `pooling` the answer is one
+    vector of the prompt and no token: `sampling` has max_tokens 0.
     """
 
     id: str
@@ -79,6 +87,7 @@ class Request(Wire, frozen=True, kw_only=True):
     choice: int = 0  # which of the n: part of the key of its random numbers
     cache_salt: str = ""  # prompts share cached pages only within one salt
     priority: int = 0  # lower comes first, under the policy `priority`
+    pooling: Pooling | None = None
 
 
 class Abort(Wire, frozen=True, kw_only=True):
@@ -137,6 +146,13 @@ class PromptScores(Wire, frozen=True, kw_only=True):
     logprobs: tuple[Logprob, ...]
 
 
+class PromptVector(Wire, frozen=True, kw_only=True):
+    """The pooled state of a prompt, behind the model's last norm; comes right before `Finished`."""
+
+    id: str
+    vector: bytes  # [hidden] little-endian float32, of length 1
+
+
 class Finished(Wire, frozen=True, kw_only=True):
     """The last event of a request."""
 
@@ -157,7 +173,7 @@ class Refused(Wire, frozen=True, kw_only=True):
     retry_after_s: float | None = None
 
 
-Event = Tokens | PromptScores | Finished | Refused
+Event = Tokens | PromptScores | PromptVector | Finished | Refused
 
 
 class Counters(Wire, frozen=True, kw_only=True):
@@ -262,6 +278,8 @@ class Chunk(Wire, frozen=True, kw_only=True):
     sample: bool = False  # the last token's logits choose the next token
     targets: tuple[TokenId, ...] = ()  # prompt tokens whose logprobs are wanted …
     targets_from: int = 0  # … by the logits of the chunk's tokens from this one on
+    pooled: int = 0  # the states of so many of its last tokens join the row's vector …
+    embed: bool = False  # … which is complete with them
 
 
 class StepPlan(Wire, frozen=True, kw_only=True):
@@ -283,6 +301,7 @@ class Sampled(Wire, frozen=True, kw_only=True):
     token: TokenId = -1  # stays so where the chunk only scored
     logprob: Logprob | None = None
     scores: tuple[Logprob, ...] = ()  # one per target of the chunk
+    vector: bytes = b""  # of a chunk that embeds, see PromptVector
     error: str | None = None
 
 

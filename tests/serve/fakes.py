@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,9 @@ from toque.types import (
     Hello,
     Load,
     Logprob,
+    Pooling,
     PromptScores,
+    PromptVector,
     Refused,
     Request,
     Shutdown,
@@ -188,7 +191,7 @@ class FakeEngine:
         scores = self._scores(request) if row.done == 0 else []
         if limit == 0:
             del self.running[request.id]
-            return [*scores, self._finished(row, FinishReason.LENGTH)]
+            return [*scores, *_vector(request), self._finished(row, FinishReason.LENGTH)]
         ids = tuple(row.script[row.done :][: min(self.per_step, limit - row.done)])
         row.done += len(ids)
         self._count(generation_tokens=len(ids))
@@ -275,6 +278,14 @@ class FakeEngine:
 
     def heartbeat(self, predicted_ms: float) -> None:
         self.outbox.append(Heartbeat(predicted_ms=predicted_ms))
+
+
+def _vector(request: Request) -> list[Event]:
+    """(tokens, first token, whether it is a mean): tests see what comes through."""
+    if request.pooling is None:
+        return []
+    numbers = len(request.prompt), request.prompt[0], request.pooling is Pooling.MEAN
+    return [PromptVector(id=request.id, vector=struct.pack("<3f", *numbers))]
 
 
 class ServerThread:

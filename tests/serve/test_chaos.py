@@ -15,15 +15,17 @@ import pytest
 from tests.serve.live import Live, serving
 from toque.serve import fields, schema
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 BASE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 4, "stream": False},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/embeddings": {"input": ["hello", "you"]},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6, 7]},
 }
 NAMES = sorted({*schema.ChatBody.model_fields, *schema.CompletionBody.model_fields,
-                *fields.CHAT_RULES, *fields.COMPLETION_RULES, "stream", "odd"})  # fmt: skip
+                *schema.EmbeddingBody.model_fields, *fields.CHAT_RULES, *fields.COMPLETION_RULES,
+                *fields.EMBEDDING_RULES, "stream", "odd"})  # fmt: skip
 VALUES: list[Any] = [None, True, False, 0, 1, -1, 2**31, 2**63, -(2**64), 0.5, -1e300, "", "x", "é",
                      "\x00", [], {}, [[]], [1], ["a"], {"a": 1}, [None], "x" * 5000, [0] * 3000,
                      {"type": "text"}, [{"role": "user", "content": []}], {"5": 1e9}]  # fmt: skip
@@ -154,9 +156,13 @@ async def one_of_many(client: httpx.AsyncClient, rng: random.Random, leave: bool
         body["temperature"] = -1
         n = 0
     body["stream"] = rng.random() < 0.6
+    path = "/v1/completions"
+    if rng.random() < 0.1:
+        path, n = "/v1/embeddings", rng.randint(1, 3)
+        body = {"input": [body["prompt"]] * n, "pooling": rng.choice(["last", "mean"])}
     try:
         timeout_s = rng.choice([0.02, 0.2, 60]) if leave else 120
-        async with client.stream("POST", "/v1/completions", json=body, timeout=timeout_s) as answer:
+        async with client.stream("POST", path, json=body, timeout=timeout_s) as answer:
             async for _ in answer.aiter_lines():
                 if leave and rng.random() < 0.3:
                     break

@@ -27,7 +27,9 @@ from toque.types import (
     Finished,
     FinishReason,
     Load,
+    Pooling,
     PromptScores,
+    PromptVector,
     Refused,
     Request,
     RowSetup,
@@ -141,6 +143,7 @@ class Scheduler:
             new_pages=pages,
             sample=end == len(sequence.tokens) and sequence.generates,
             **_targets(sequence, start, end),
+            **_pooled(sequence, num_tokens, end),
         )
         draft.budget_tokens -= num_tokens
 
@@ -206,8 +209,9 @@ class Scheduler:
         return missing_pages - len(pages) + 1
 
     def _match(self, sequence: Sequence) -> Match:
-        """Who wants logprobs of the prompt needs every row of it computed: no hit for those."""
-        if sequence.num_to_score:
+        """Who wants logprobs of the prompt, or a mean over it, needs all its rows computed, and a
+        mean that was preempted begins again: no hit for those."""
+        if sequence.num_to_score or sequence.request.pooling is Pooling.MEAN:
             return Match((), 0, None)
         return self._cache.match(sequence.tokens, sequence.request.cache_salt)
 
@@ -259,6 +263,9 @@ class Scheduler:
                 assert outcome is not None
                 sequence.num_scored += len(chunk.targets)
                 events.append(PromptScores(id=sequence.id, logprobs=outcome.scores))
+            if chunk.embed:
+                assert outcome is not None
+                events.append(PromptVector(id=sequence.id, vector=outcome.vector))
             if chunk.sample:
                 assert outcome is not None
                 events.extend(self._append(sequence, outcome, now_s))
@@ -337,3 +344,12 @@ def _targets(sequence: Sequence, start: int, end: int) -> dict[str, Any]:
     first = max(start, sequence.num_scored)  # the row of the token before the first target
     last = min(end, sequence.num_prompt - 1)
     return {"targets": tuple(sequence.tokens[first + 1 : last + 1]), "targets_from": first - start}
+
+
+def _pooled(sequence: Sequence, num_tokens: int, end: int) -> dict[str, Any]:
+    """Which of the chunk's states make the vector that the request asks for."""
+    pooling = sequence.request.pooling
+    if pooling is None:
+        return {}
+    embed = end == sequence.num_prompt
+    return {"pooled": num_tokens if pooling is Pooling.MEAN else int(embed), "embed": embed}

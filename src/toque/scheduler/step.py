@@ -58,6 +58,8 @@ class Limits:
                 return f"a token id of {what} is outside the vocabulary of {self.vocab_size}"
         if sampling.seed is None:
             return "the request carries no seed"
+        if request.pooling and (sampling.max_tokens != 0 or sampling.prompt_logprobs is not None):
+            return "a request for a vector asks for nothing else"
         return out_of_range(sampling)
 
 

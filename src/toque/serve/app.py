@@ -30,12 +30,18 @@ from toque.serve.guard import Guard
 from toque.serve.health import operator_routes
 from toque.serve.keys import Key, KeyCheck, keys_in_file, parse_keys
 from toque.serve.openai import openai_routes, token_routes
-from toque.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from toque.serve.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+)
 from toque.serve.service import Service
 
 log = logging.getLogger("toque.serve")
 
-_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_BODIES = (CompletionBody, ChatBody, EmbeddingBody, TokenizeBody, DetokenizeBody)
 _ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toque.metrics import Metrics
 
 MODEL_ROUTE = "/v1/models/{name}"
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
 OUTCOME = "toque.outcome"  # key of the scope: a dict in which a route may set "outcome"
 NO_ANSWER = 499  # the client went away first; nginx's number for it
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})

@@ -135,6 +135,19 @@ TOKENIZE_RULES: Rules = {
 }
 
 
+EMBEDDING_RULES: Rules = {
+    "user": NO_OPS["user"],
+    "dimensions": Refused(),  # sound only for models that were trained to be cut
+    "messages": Refused(),
+    "normalize": Refused((None, True)),
+    "use_activation": Refused((None, True)),
+    "embed_dtype": Refused((None, "float32")),
+    "endianness": Refused((None, "native", "little")),
+    "additional_data": Refused(),
+    "mm_processor_kwargs": Refused((None, {})),
+}
+
+
 def screen(
     data: Mapping[str, Any],
     implemented: Collection[str],

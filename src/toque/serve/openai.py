@@ -1,4 +1,4 @@
-"""The OpenAI routes: completions, chat, models; and vLLM's tokenize and detokenize.
+"""The OpenAI routes: completions, chat, embeddings, models; and vLLM's tokenize and detokenize.
 
 Owns: nothing. Knows: bodies and jobs. Does not know: how answers are written or sent.
 """
@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from toque.config import ServeOptions
 from toque.errors import RequestError
+from toque.serve.embeddings import EmbeddingResponse, embedding_job
 from toque.serve.failures import FailedCall, Failure
 from toque.serve.frontend import ClientGone
 from toque.serve.prepare import chat_job, completion_job
@@ -23,6 +24,7 @@ from toque.serve.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     TokenizeBody,
     check,
     decode_json,
@@ -132,6 +134,12 @@ def openai_routes(service: Service) -> APIRouter:
         arrived_s = time.monotonic()
         body = check(ChatBody, await _ready_json(request), lenient)
         return GenerationResponse(service, await chat_job(service, body, arrived_s))
+
+    @router.post("/embeddings", summary="Texts to vectors", openapi_extra=body_of(EmbeddingBody))
+    async def embeddings(request: Request) -> Response:
+        arrived_s = time.monotonic()
+        body = check(EmbeddingBody, await _ready_json(request), lenient)
+        return EmbeddingResponse(service, await embedding_job(service, body, arrived_s))
 
     @router.get("/models", summary="The served model")
     async def models() -> Response:

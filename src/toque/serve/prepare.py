@@ -17,7 +17,7 @@ from toque.errors import RequestError
 from toque.serve.failures import short
 from toque.serve.params import bad_words, check_choice_left, sampling_params
 from toque.serve.prompts import Prompt, chat_prompt, completion_prompts
-from toque.serve.schema import ChatBody, CompletionBody, Sampling, StreamOptions
+from toque.serve.schema import ChatBody, CompletionBody, EmbeddingBody, Sampling, StreamOptions
 from toque.serve.service import Service
 from toque.types import Request, SamplingParams
 
@@ -115,10 +115,8 @@ def _show(body: CompletionBody | ChatBody) -> Show:
     )
 
 
-def _check_names(service: Service, body: Sampling) -> None:
-    """The fields that name the call. Raises RequestError."""
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("'stream_options' needs 'stream' to be true", "stream_options")
+def check_names(service: Service, body: Sampling | EmbeddingBody) -> None:
+    """The fields that name the call and its place in the queue. Raises RequestError."""
     if body.request_id is not None and not _CLIENT_ID.fullmatch(body.request_id):
         raise RequestError(
             f"'request_id' must be 1 to 128 letters, digits or any of ._:- and is "
@@ -142,7 +140,9 @@ def _job(
     logprobs: int | None,
     arrived_s: float,
 ) -> Job:
-    _check_names(service, body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("'stream_options' needs 'stream' to be true", "stream_options")
+    check_names(service, body)
     hello, tokenizer = service.require_ready()
     chat = isinstance(body, ChatBody)
     show = _show(body)

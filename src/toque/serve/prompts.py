@@ -13,7 +13,13 @@ from toque.errors import RequestError
 from toque.serve.chat_template import RESERVED_VARIABLES
 from toque.serve.failures import FailedCall, Failure
 from toque.serve.messages import plain_messages
-from toque.serve.schema import MAX_PROMPTS, ChatBody, CompletionBody, TokenizeBody
+from toque.serve.schema import (
+    MAX_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    TokenizeBody,
+)
 from toque.serve.service import Service, TextTokenizer, check_ids
 from toque.types import Hello
 
@@ -39,7 +45,7 @@ async def completion_prompts(
     service: Service, hello: Hello, tokenizer: TextTokenizer, body: CompletionBody
 ) -> list[Prompt]:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
-    texts = _prompt_list(body.prompt)
+    texts = prompt_list(body.prompt, "prompt")
     check_sequences(service, len(texts), body.n or 1)
     for text in texts:  # before an echo decodes them
         if not isinstance(text, str) and body.truncate_prompt_tokens is None:
@@ -114,40 +120,39 @@ def check_fits(tokens: Sequence[int], hello: Hello, param: str) -> None:
         raise FailedCall(Failure(400, message, param, "context_length_exceeded"))
 
 
-def check_total(lengths: list[int], n: int) -> None:
+def check_total(lengths: list[int], n: int, param: str = "n") -> None:
     """Every sequence carries its prompt to the engine: their sum must not fill the memory."""
     if sum(lengths) * n > MAX_CALL_TOKENS:
         raise RequestError(
             f"{sum(lengths)} prompt tokens x 'n' {n} are too many for one request; "
             f"at most {MAX_CALL_TOKENS}",
-            "n",
+            param,
         )
 
 
-def check_sequences(service: Service, prompts: int, n: int) -> None:
+def check_sequences(service: Service, prompts: int, n: int, param: str = "n") -> None:
     most = service.options.max_sequences
     if prompts * n > most:
         raise RequestError(
             f"{prompts} prompts x 'n' {n} are too many; at most {most} sequences (--max-sequences)",
-            "n",
+            param,
         )
 
 
 # --------------------------------------------------------------------------------- encoding
 
 
-def _prompt_list(prompt: Any) -> list[str | list[int]]:
+def prompt_list(prompt: Any, param: str) -> list[str | list[int]]:
+    """The prompts of a field that holds one or many. Raises RequestError."""
     prompts: list[str | list[int]]
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompts = [prompt]
     else:
         prompts = prompt
     if not prompts or any(not p for p in prompts):
-        raise RequestError("'prompt' must not be empty", "prompt")
+        raise RequestError(f"'{param}' must not be empty", param)
     if len(prompts) > MAX_PROMPTS:
-        raise RequestError(
-            f"'prompt' holds {len(prompts)} prompts; at most {MAX_PROMPTS}", "prompt"
-        )
+        raise RequestError(f"'{param}' holds {len(prompts)} prompts; at most {MAX_PROMPTS}", param)
     return prompts
 
 
@@ -196,21 +201,30 @@ def _middle_encoder(tokenizer: TextTokenizer, body: CompletionBody) -> Encode:
 def _truncated(
     prompt: Prompt, tokenizer: TextTokenizer, hello: Hello, body: ChatBody | CompletionBody
 ) -> Prompt:
-    """Cut to `truncate_prompt_tokens`; -1 leaves room for max_tokens, or for one token."""
+    """Cut the prompt, and its echo with it, to what the body says."""
+    tokens = truncated(prompt.tokens, hello, body, max(1, body.max_tokens or 1))
+    if len(tokens) == len(prompt.tokens):
+        return prompt
+    hidden = body.skip_special_tokens is not False
+    echo = tokenizer.decode(tokens, skip_special_tokens=hidden) if prompt.echo else ""
+    return replace(prompt, tokens=tokens, echo=echo)
+
+
+def truncated(
+    tokens: tuple[int, ...],
+    hello: Hello,
+    body: ChatBody | CompletionBody | EmbeddingBody,
+    room_tokens: int,
+) -> tuple[int, ...]:
+    """Cut to `truncate_prompt_tokens`; -1 leaves `room_tokens`. Raises RequestError."""
     keep = body.truncate_prompt_tokens
     if keep is None:
-        return prompt
+        return tokens
     if keep == 0 or keep > hello.max_model_len:
         raise RequestError(
             f"'truncate_prompt_tokens' must be -1 or 1 to {hello.max_model_len}",
             "truncate_prompt_tokens",
         )
     if keep == -1:
-        keep = max(1, hello.max_model_len - max(1, body.max_tokens or 1))
-    if len(prompt.tokens) <= keep:
-        return prompt
-    from_left = body.truncation_side != "right"
-    tokens = prompt.tokens[-keep:] if from_left else prompt.tokens[:keep]
-    hidden = body.skip_special_tokens is not False
-    echo = tokenizer.decode(tokens, skip_special_tokens=hidden) if prompt.echo else ""
-    return replace(prompt, tokens=tokens, echo=echo)
+        keep = max(1, hello.max_model_len - room_tokens)
+    return tokens[:keep] if body.truncation_side == "right" else tokens[-keep:]

@@ -98,6 +98,29 @@ class ChatBody(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class EmbeddingBody(BaseModel):
+    """One vector of length 1 for each input."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = Field(None, description="A served name; absent = the served model.")
+    input: PromptField = Field(description="Text, token ids, or a list of either.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="Default float; base64 is of little-endian float32."
+    )
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="Which token's state: the last one's (default), or the mean of all."
+    )
+    add_special_tokens: bool | None = Field(None, description="Default true.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep so many tokens of each input; -1 = what fits."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="Default left.")
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Lower comes first.")
+    request_id: str | None = Field(None, description="Unique among open calls.")
+
+
 class TokenizeBody(BaseModel):
     """Either `prompt` or `messages`."""
 
@@ -125,13 +148,16 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 _RULES: dict[type[BaseModel], fields.Rules] = {
     CompletionBody: fields.COMPLETION_RULES,
     ChatBody: fields.CHAT_RULES,
+    EmbeddingBody: fields.EMBEDDING_RULES,
     TokenizeBody: fields.TOKENIZE_RULES,
     DetokenizeBody: {},
 }
 
 # A union's own error names every branch; these say it in one phrase.
 _UNIONS = {
-    "prompt": "must be a string, a list of strings, token ids or lists of token ids",
+    **dict.fromkeys(
+        ("prompt", "input"), "must be a string, a list of strings, token ids or lists of token ids"
+    ),
     "stop": "must be a string or a list of strings",
 }
 

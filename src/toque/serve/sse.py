@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.responses import Response
@@ -25,10 +25,11 @@ from toque.serve.failures import FailedCall, Failure, describe
 from toque.serve.frontend import Call, ClientGone
 from toque.serve.prepare import Job
 from toque.serve.service import Service
-from toque.types import FinishReason
+from toque.types import FinishReason, Request
 
 log = logging.getLogger("toque.serve")
 
+Header = tuple[bytes, bytes]
 SCORE_CHARS = 64  # a prompt token's logprobs take about as long to write as so much text to read
 DONE = b"data: [DONE]\n\n"
 _SSE_HEADERS = (
@@ -55,34 +56,18 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises FailedCall, EngineError: before anything was sent, for the error handlers."""
-        peer, service = scope["client"], self._service
-        with (
-            service.open_ids.held(self._job.client_id),
-            service.client.submit(
-                self._job.requests, lambda: service.connections.cut(peer)
-            ) as call,
-        ):
-            async with _watching(receive, call):
-                try:
-                    if self._job.stream:
-                        await self._stream(call, send, scope[OUTCOME])
-                    else:
-                        await self._whole(call, send)
-                except ClientGone:
-                    scope[OUTCOME]["outcome"] = "cancelled"
-                    return  # leaving the block aborts what is unfinished
+        job = self._job
+        async with open_call(self._service, job.client_id, job.requests, scope, receive) as call:
+            if job.stream:
+                await self._stream(call, send, scope[OUTCOME])
+            else:
+                await self._whole(call, send)
 
     async def _whole(self, call: Call, send: Send) -> None:
         while not self._settled():
             await self._feed(call)
         body = await self._written(lambda: self._writer.whole(self._choices))
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            *self._own_headers,
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send_json(send, body, self._own_headers)
 
     async def _stream(self, call: Call, send: Send, told: dict[str, str]) -> None:
         touched = await self._feed(call)  # may raise: then the answer is a status code
@@ -151,9 +136,42 @@ class GenerationResponse(Response):
         return b"".join([self._writer.chunks(choice) for choice in choices.values()])
 
 
+async def send_json(send: Send, body: bytes, own_headers: Sequence[Header] = ()) -> None:
+    """A whole answer."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *own_headers,
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
 async def _send_part(send: Send, body: bytes) -> None:
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+@asynccontextmanager
+async def open_call(
+    service: Service,
+    client_id: str | None,
+    requests: Sequence[Request],
+    scope: Scope,
+    receive: Receive,
+) -> AsyncIterator[Call]:
+    """The engine's answers to `requests`, while the client is there: leaving the block aborts what
+    is unfinished, and a ClientGone in it ends here."""
+    peer = scope["client"]
+    with (
+        service.open_ids.held(client_id),
+        service.client.submit(requests, lambda: service.connections.cut(peer)) as call,
+    ):
+        async with _watching(receive, call):
+            try:
+                yield call
+            except ClientGone:
+                scope[OUTCOME]["outcome"] = "cancelled"
 
 
 @asynccontextmanager

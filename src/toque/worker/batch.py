@@ -35,11 +35,13 @@ def build_batch(chunks: Sequence[Chunk], state: DeviceState) -> ForwardBatch:
 
 
 def _output_rows(chunks: Sequence[Chunk], chunk_starts: Ints) -> Ints:  # [outputs]
-    """Chunk by chunk: the tokens before its targets, then the one that chooses the next token."""
+    """Chunk by chunk: the tokens before its targets, those whose states are pooled, then the one
+    that chooses the next token."""
     rows: list[int] = []
     for chunk, begin, end in zip(chunks, chunk_starts[:-1], chunk_starts[1:], strict=True):
         first = int(begin) + chunk.targets_from
         rows.extend(range(first, first + len(chunk.targets)))
+        rows.extend(range(int(end) - chunk.pooled, int(end)))
         if chunk.sample:
             rows.append(int(end) - 1)
     return np.array(rows, dtype=np.int32)

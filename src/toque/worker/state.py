@@ -1,6 +1,6 @@
 """What the worker keeps per row between steps, and the pages of the KV pool.
 
-Owns: KV pages, page tables, last sampled tokens, sampling state. Knows: StepPlan.
+Owns: KV pages, page tables, last sampled tokens, sampling state, pools. Knows: StepPlan.
 Does not know: which page belongs to whom (the plan says), or when a sequence ends.
 """
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from toque.kernels.api import Ints, LayerKV
 from toque.types import Chunk, RowSetup, StepPlan
+from toque.worker.pooling import StatePool
 from toque.worker.sampler import RowSampler
 
 
@@ -21,6 +22,7 @@ class DeviceState:
         self.num_pages = np.zeros(num_rows, dtype=np.int32)  # [rows]
         self.last_token = np.zeros(num_rows, dtype=np.int32)  # [rows]
         self.samplers: list[RowSampler | None] = [None] * num_rows
+        self.pools: list[StatePool] = [StatePool() for _ in range(num_rows)]
 
     def apply(self, plan: StepPlan) -> None:
         """Take over what the plan says about rows, before anything is computed. Not repeatable:
@@ -34,6 +36,7 @@ class DeviceState:
         self.num_pages[setup.row] = 0
         self._append_pages(setup.row, setup.pages)
         self.samplers[setup.row] = RowSampler(setup)
+        self.pools[setup.row] = StatePool()
 
     def _append_pages(self, row: int, pages: tuple[int, ...]) -> None:
         begin = int(self.num_pages[row])

@@ -54,7 +54,7 @@ class Worker:
         """Forward and sample. If the batch fails, each chunk is tried alone, so that whatever is
         wrong with one stays there. Trying again is harmless: K and V are written to the same
         places with the same values, and random numbers hang on positions, not on tries."""
-        scoring = any(chunk.targets for chunk in chunks)
+        scoring = any(chunk.targets or chunk.pooled for chunk in chunks)
         try:
             batch = build_batch(chunks, self._state)
             forward = self._model.hidden if scoring else self._model.forward
@@ -80,7 +80,7 @@ class Worker:
         out: list[Sampled] = []
         begin = 0
         for chunk in chunks:
-            end = begin + len(chunk.targets) + chunk.sample
+            end = begin + len(chunk.targets) + chunk.pooled + chunk.sample
             try:
                 out += self._score_one(chunk, hidden[begin:end])
             except Exception as error:
@@ -91,7 +91,9 @@ class Worker:
         return out
 
     def _score_one(self, chunk: Chunk, hidden: Floats) -> list[Sampled]:
-        """`hidden`: [targets (+ 1 where the chunk samples), hidden]."""
+        """`hidden`: [targets (+ 1 where the chunk samples), hidden], or [pooled, hidden]."""
+        if chunk.pooled:
+            return self._pool(chunk, hidden)
         targets = len(chunk.targets)
         scores = self._score(chunk, hidden[:targets])
         if isinstance(scores, Sampled):
@@ -101,6 +103,11 @@ class Worker:
         logits = self._model.logits(hidden[targets:])  # [1, vocab]
         self._forget_padding(logits)
         return [structs.replace(self._sample(chunk, logits[0]), scores=scores)]
+
+    def _pool(self, chunk: Chunk, hidden: Floats) -> list[Sampled]:  # [pooled, hidden]
+        pool = self._state.pools[chunk.row]
+        pool.add(hidden)
+        return [Sampled(row=chunk.row, vector=pool.vector())] if chunk.embed else []
 
     def _forget_padding(self, logits: Floats) -> None:  # [rows, vocab]
         logits[:, self._padding] = -np.inf
