@@ -179,6 +179,26 @@ def test_only_allowed_tokens_are_chosen_and_the_best_of_them(seed: int, allowed:
     assert all(drawn.sample(logits, place).token in allowed for place in range(20))
 
 
+@given(st.integers(0, 1000), st.sets(st.integers(0, VOCAB - 1), min_size=1), st.integers(0, 3))
+def test_a_mask_allows_what_its_bits_say(seed: int, allowed: set[int], words_more: int) -> None:
+    """The bits are set one by one here, by the contract: bit i % 32 of word i // 32."""
+    mask = np.zeros(max(allowed) // 32 + 1 + words_more, dtype=np.uint32)  # any length will do
+    for token in allowed:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    logits = logits_of(seed)
+    greedy = sampler(SamplingParams(temperature=0.0, seed=0))
+    assert greedy.sample(logits, 1, mask).token == max(sorted(allowed), key=lambda i: logits[i])
+    drawn = sampler(SamplingParams(temperature=3.0, seed=seed))
+    assert all(drawn.sample(logits, place, mask).token in allowed for place in range(20))
+    raw = greedy.sample(logits, 1).token
+    assert raw == int(logits.argmax()), "without a mask all are allowed"
+
+
+def test_a_mask_without_bits_fails_its_row() -> None:
+    row = sampler(SamplingParams(temperature=0.0, seed=0))
+    assert "forbids" in (row.sample(logits_of(1), 0, np.zeros(2, dtype=np.uint32)).error or "")
+
+
 @settings(max_examples=60)
 @given(
     st.integers(0, 1000),

@@ -17,6 +17,7 @@ from toque.worker.rng import uniform
 
 Row = NDArray[np.float32]  # [vocab]
 Ids = NDArray[np.int64]
+Mask = NDArray[np.uint32]  # [words]: token i is allowed where bit i % 32 of word i // 32 is set
 
 
 class RowSampler:
@@ -44,12 +45,12 @@ class RowSampler:
     def _count(self, token: TokenId) -> None:
         self._output_counts[token] = self._output_counts.get(token, 0) + 1
 
-    def sample(self, logits: Row, position: int) -> Sampled:
+    def sample(self, logits: Row, position: int, mask: Mask | None = None) -> Sampled:
         """Choose the token that will stand at `position`. NaN or infinite logits are this row's
-        own failure."""
+        own failure. `mask` forbids what has no bit set in it, and what lies beyond its end."""
         if not np.isfinite(logits.max()):
             return Sampled(row=-1, error="the model produced logits that are not numbers")
-        adjusted = self._adjust(logits, position)
+        adjusted = self._adjust(logits, position, mask)
         if adjusted is not logits and adjusted.max() == -np.inf:
             return Sampled(row=-1, error="the request forbids every token that could follow")
         params = self.params
@@ -67,11 +68,11 @@ class RowSampler:
         logprob = None if wanted is None else logprob_of(logits, token, wanted)
         return Sampled(row=-1, token=token, logprob=logprob)
 
-    def _adjust(self, logits: Row, position: int) -> Row:
+    def _adjust(self, logits: Row, position: int, mask: Mask | None = None) -> Row:
         """Penalties, bias and bans; the row itself when there are none, else a changed copy."""
         params = self.params
         too_early = len(self._end_ids) > 0 and position - self.num_prompt < params.min_tokens
-        bans = too_early or bool(params.allowed_token_ids or params.bad_words)
+        bans = too_early or mask is not None or bool(params.allowed_token_ids or params.bad_words)
         if not (self._penalized or params.logit_bias or bans):
             return logits
         out = logits.copy()
@@ -84,6 +85,8 @@ class RowSampler:
         if params.bad_words:
             out[self._never] = -np.inf
             out[self._last_of_bad_words()] = -np.inf
+        if mask is not None:
+            out[~allowed_by(mask, len(out))] = -np.inf
         return self._only_allowed(out) if params.allowed_token_ids else out
 
     def _last_of_bad_words(self) -> list[TokenId]:
@@ -109,6 +112,14 @@ class RowSampler:
             out[ids] -= np.float32(params.frequency_penalty) * counts + np.float32(
                 params.presence_penalty
             )
+
+
+def allowed_by(mask: Mask, vocab: int) -> NDArray[np.bool_]:
+    """[words] -> [vocab]."""
+    allowed = np.zeros(vocab, dtype=np.bool_)
+    bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")[:vocab]
+    allowed[: len(bits)] = bits
+    return allowed
 
 
 def draw(logits: Row, params: SamplingParams, u: float) -> TokenId:
