@@ -114,7 +114,7 @@ class Shutdown(Wire, frozen=True, kw_only=True):
     """The engine loop ends; whatever still runs is aborted."""
 
 
-class Vocabulary(Wire, frozen=True, kw_only=True):
+class Spellings(Wire, frozen=True, kw_only=True):
     """How tokens are spelled. The text side says it once, ahead of the first request with a
     grammar: who asks for none never pays for it."""
 
@@ -123,7 +123,7 @@ class Vocabulary(Wire, frozen=True, kw_only=True):
     end_token_ids: tuple[TokenId, ...]  # … allows them, and these only where it may end
 
 
-ToEngine = Request | Abort | Shutdown | Vocabulary
+ToEngine = Request | Abort | Shutdown | Spellings
 
 # ------------------------------------------------------------------------------------- events
 

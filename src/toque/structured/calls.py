@@ -37,7 +37,7 @@ def call_grammar(
         separator: between the calls of one block (`", "`); None = a block holds one call.
         many: several calls are allowed.
         after: a reasoning part comes first and ends with this text.
-        markers: ids of the vocabulary's marker tokens by text (`Vocabulary.markers`): those of
+        markers: ids of the vocabulary's marker tokens by text (`Compiler.markers`): those of
             trigger, opening and closing may come as such.
 
     Example: `call_grammar(trigger="<tool_call>", opening="\\n", body={"anyOf": [{"type": "object",

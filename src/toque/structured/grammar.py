@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from toque.errors import RequestError
 from toque.structured.schema import check_schema
-from toque.types import Grammar, GrammarKind, TokenId, Vocabulary
+from toque.types import Grammar, GrammarKind, Spellings, TokenId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_GRAMMAR_CHARS = 1 << 20
+MAX_GRAMMAR_CHARS = 1 << 19
 MAX_LEXER_STATES = 20_000  # a kilobyte or two each, per sequence
 MAX_CHOICES = 4096
 CACHED_CHARS = 4 << 20  # of grammar text; a compiled one takes some fifty times as much
@@ -44,7 +44,7 @@ class GrammarError(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Spelling:
+class _Tokenizer:
     """What llguidance asks of a tokenizer."""
 
     tokens: Sequence[bytes]
@@ -59,18 +59,18 @@ class _Spelling:
 class Compiler:
     """From grammars to matchers, for one vocabulary."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, spellings: Spellings) -> None:
+        """Raises GrammarError where no output could ever end."""
         import llguidance
 
-        spelling = _Spelling(
-            tokens=vocabulary.tokens,
-            special_token_ids=vocabulary.markers,
-            eos_token_id=vocabulary.end_token_ids[0],
+        ends = [i for i in spellings.end_token_ids if i < len(spellings.tokens)]
+        if not ends:
+            raise GrammarError("this model has no token that ends an output")
+        wrapped = llguidance.TokenizerWrapper(
+            _Tokenizer(spellings.tokens, spellings.markers, eos_token_id=ends[0])
         )
-        self._tokenizer: LLTokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(spelling), eos_token=list(vocabulary.end_token_ids)
-        )
-        self._names = {vocabulary.tokens[i].decode(): i for i in vocabulary.markers}
+        self._tokenizer: LLTokenizer = llguidance.LLTokenizer(wrapped, eos_token=ends)
+        self.markers = markers_of(spellings)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._cached_chars = 0
@@ -79,6 +79,11 @@ class Compiler:
     def num_words(self) -> int:
         """Of 32 bits, in a mask."""
         return -(-int(self._tokenizer.vocab_size) // 32)
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether it is compiled already."""
+        with self._lock:
+            return grammar in self._compiled
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """A fresh matcher, at the beginning. Raises GrammarError."""
@@ -101,7 +106,7 @@ class Compiler:
 
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
             raise GrammarError(f"it has more than {MAX_GRAMMAR_CHARS} characters")
-        source = _source(grammar, self._names)
+        source = _source(grammar, self.markers)
         limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if not matcher.is_error():
@@ -110,6 +115,11 @@ class Compiler:
         if matcher.is_error():
             raise GrammarError(_reason(matcher.get_error()))
         return matcher
+
+
+def markers_of(spellings: Spellings) -> dict[str, TokenId]:
+    """Marker tokens by their text."""
+    return {spellings.tokens[i].decode(errors="replace"): i for i in spellings.markers}
 
 
 # --------------------------------------------------------------- as llguidance reads a grammar
