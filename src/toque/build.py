@@ -34,6 +34,9 @@ from toque.scheduler.cost import StepCost
 from toque.scheduler.policy import POLICIES
 from toque.scheduler.scheduler import Scheduler
 from toque.scheduler.step import Limits
+from toque.structured.gate import Gate
+from toque.structured.grammars import Grammars
+from toque.structured.masks import Masks
 from toque.types import Hello
 from toque.worker.program import Program
 from toque.worker.state import DeviceState
@@ -139,8 +142,12 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
     cache = CacheManager(config.total_pages, config.block_size, config.enable_prefix_caching)
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv)
     scheduler = Scheduler(limits, cache, POLICIES[config.scheduling_policy]())
-    worker = Worker(Program(loaded.model), state, known_tokens(loaded.checkpoint, spec.vocab_size))
-    core = EngineCore(scheduler, worker, port, StepCost(config.prefill_tokens_per_s))
+    grammars = Grammars()
+    known = known_tokens(loaded.checkpoint, spec.vocab_size)
+    worker = Worker(Program(loaded.model), state, known, Masks(grammars))
+    core = EngineCore(
+        scheduler, worker, Gate(port, grammars), StepCost(config.prefill_tokens_per_s)
+    )
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
     return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)
 

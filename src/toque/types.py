@@ -73,6 +73,27 @@ class SamplingParams(Wire, frozen=True, kw_only=True):
     n: int = 1  # expanded into n Requests before the engine sees it
 
 
+class GrammarKind(StrEnum):
+    """What `Grammar.text` is. The output as a whole must match it, from its first token on."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema, as JSON
+    REGEX = "regex"  # a regular expression in Rust's dialect, without look-around
+    CHOICE = "choice"  # a JSON list of strings, one of which is the output
+    LARK = "lark"  # a grammar in the Lark dialect of llguidance
+
+
+class Grammar(Wire, frozen=True, kw_only=True):
+    """What an output must look like.
+
+    With `after`, it begins once that text has appeared in the output (reasoning: `</think>`, as
+    its own token or spelled in letters); until then the text is free and may not end.
+    """
+
+    kind: GrammarKind
+    text: str
+    after: str = ""
+
+
 class Request(Wire, frozen=True, kw_only=True):
     """One sequence to generate: one choice of one prompt. `id` is unique over the server's life.
 
@@ -88,6 +109,7 @@ class Request(Wire, frozen=True, kw_only=True):
     cache_salt: str = ""  # prompts share cached pages only within one salt
     priority: int = 0  # lower comes first, under the policy `priority`
     pooling: Pooling | None = None
+    grammar: Grammar | None = None
 
 
 class Abort(Wire, frozen=True, kw_only=True):
@@ -101,7 +123,16 @@ class Shutdown(Wire, frozen=True, kw_only=True):
     """The engine loop ends; whatever still runs is aborted."""
 
 
-ToEngine = Request | Abort | Shutdown
+class Spellings(Wire, frozen=True, kw_only=True):
+    """How tokens are spelled. The text side says it once, ahead of the first request with a
+    grammar: who asks for none never pays for it."""
+
+    tokens: tuple[bytes, ...]  # by id; empty = no text
+    markers: tuple[TokenId, ...]  # control and marker tokens: only a grammar that names them …
+    end_token_ids: tuple[TokenId, ...]  # … allows them, and these only where it may end
+
+
+ToEngine = Request | Abort | Shutdown | Spellings
 
 # ------------------------------------------------------------------------------------- events
 
@@ -262,6 +293,7 @@ class RowSetup(Wire, frozen=True, kw_only=True):
     pages: tuple[int, ...]  # what the prefix cache found, in order of position
     end_token_ids: tuple[TokenId, ...]  # banned while fewer than min_tokens are out
     history: tuple[TokenId, ...] = ()  # all tokens so far, only where the sampler needs them
+    grammar: Grammar | None = None
 
 
 class Chunk(Wire, frozen=True, kw_only=True):
@@ -303,6 +335,7 @@ class Sampled(Wire, frozen=True, kw_only=True):
     scores: tuple[Logprob, ...] = ()  # one per target of the chunk
     vector: bytes = b""  # of a chunk that embeds, see PromptVector
     error: str | None = None
+    complete: bool = False  # the row's grammar allows nothing after this token
 
 
 class StepResult(Wire, frozen=True, kw_only=True):

@@ -30,7 +30,8 @@ ALLOWED = {
     "model": {"types", "errors", "kernels", "layers", "files"},
     "worker": {"types", "errors", "kernels", "model", "layers"},
     "engine": {"types", "errors", "ipc", "scheduler"},
-    "serve": {"types", "errors", "config", "ipc", "metrics", "files"},
+    "structured": {"types", "errors", "ipc"},
+    "serve": {"types", "errors", "config", "ipc", "metrics", "files", "structured"},
 }
 COMPOSERS = {"build", "llm", "cli", "commands", "bench", "engine_process", "__main__", "__init__"}
 

@@ -34,6 +34,7 @@ from toque.types import (
     Refused,
     Request,
     Shutdown,
+    Spellings,
     StepReport,
     StepTimes,
     Times,
@@ -71,6 +72,10 @@ class ByteTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return None
+
+    def spellings(self, end_token_ids: tuple[int, ...]) -> Spellings:
+        tokens = tuple(self.token_bytes(i) for i in range(VOCAB))
+        return Spellings(tokens=tokens, markers=(256, 257, 258, 259), end_token_ids=end_token_ids)
 
     def encode_chat(
         self,

@@ -56,6 +56,49 @@ BOTH_WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+    ({"response_format": "json_object"}, "response_format"),
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ({"response_format": {"type": "text", "extra": 1}}, "response_format.extra"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"properties": {"a": {"not": {}}}}},
+            }
+        },
+        "response_format.json_schema.schema",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": "(["}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "(?=a)a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs.grammar"),
+    (
+        {"structured_outputs": {"grammar": 'start[temperature=0.5]: "a"'}},
+        "structured_outputs.grammar",
+    ),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+    ),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+    ({"guided_json": {}}, "guided_json"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
@@ -170,7 +213,6 @@ CHAT_WRONG: list[tuple[dict[str, Any], str]] = [
         "continue_final_message",
     ),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": "x"}, "prompt"),
 ]
 

@@ -235,6 +235,7 @@ class Scheduler:
             pages=pages,
             end_token_ids=tuple(sorted(sequence.stop_ids(self._limits.end_token_ids))),
             history=tuple(sequence.tokens) if needs_history(sequence.request) else (),
+            grammar=sequence.request.grammar,
         )
 
     def _leave_row(self, sequence: Sequence) -> None:
@@ -283,6 +284,8 @@ class Scheduler:
         limits = self._limits
         reason = sequence.finish_reason(limits.end_token_ids, limits.max_model_len)
         ends = reason is FinishReason.STOP
+        if sampled.complete:  # whatever limit is reached as well: the output is whole
+            reason = FinishReason.STOP
         events: list[Event] = [
             Tokens(id=sequence.id, ids=(sampled.token,), ends=ends, logprobs=logprobs)
         ]

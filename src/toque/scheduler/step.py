@@ -127,4 +127,5 @@ def needs_history(request: Request) -> bool:
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
         or any(len(word) > 1 for word in sampling.bad_words)
+        or request.grammar is not None
     )

@@ -23,6 +23,7 @@ class Refused:
     """Known and not supported; `neutral` values ask for nothing and pass."""
 
     neutral: tuple[Any, ...] = (None,)
+    instead: str = ""  # what to use
 
     def accepts(self, value: Any) -> bool:
         return _is_one_of(value, self.neutral)
@@ -46,8 +47,6 @@ class NoOp:
 Rule = Refused | NoOp
 Rules = Mapping[str, Rule]
 
-_TEXT_FORMAT = {"type": "text"}
-
 NO_OPS: dict[str, Rule] = {
     "user": NoOp(str),  # a label for the operator's abuse reports; there are none here
     "metadata": NoOp(dict),  # labels of stored answers; nothing is stored
@@ -61,12 +60,16 @@ NO_OPS: dict[str, Rule] = {
 
 _BOTH: dict[str, Rule] = {
     **NO_OPS,
-    "response_format": Refused((None, _TEXT_FORMAT)),
-    "structured_outputs": Refused(),
-    "guided_json": Refused(),
-    "guided_regex": Refused(),
-    "guided_choice": Refused(),
-    "guided_grammar": Refused(),
+    "guided_json": Refused(instead="structured_outputs.json"),
+    "guided_regex": Refused(instead="structured_outputs.regex"),
+    "guided_choice": Refused(instead="structured_outputs.choice"),
+    "guided_grammar": Refused(instead="structured_outputs.grammar"),
+    "guided_json_object": Refused((None, False), instead="structured_outputs.json_object"),
+    "guided_whitespace_pattern": Refused(),
+    "guided_decoding_backend": Refused(),
+    "structural_tag": Refused(),
+    "grammar": Refused(instead="structured_outputs.grammar"),  # llama.cpp's names
+    "json_schema": Refused(instead="structured_outputs.json"),
     "use_beam_search": Refused((None, False)),
     "length_penalty": Refused((None, 1.0)),
     "spaces_between_special_tokens": Refused((None, True)),
@@ -177,7 +180,8 @@ def _judge(path: str, value: Any, rule: Rule | None) -> None:
     if rule.accepts(value):
         return
     if isinstance(rule, Refused):
-        raise RequestError(f"'{path}' is not supported", path)
+        hint = f"; use '{rule.instead}'" if rule.instead else ""
+        raise RequestError(f"'{path}' is not supported{hint}", path)
     allowed = ", ".join(repr(v) for v in rule.values) or f"a value of type {rule.kind.__name__}"
     raise RequestError(f"'{path}' has no effect on this server; accepted: {allowed}", path)
 

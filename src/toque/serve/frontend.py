@@ -35,6 +35,7 @@ from toque.types import (
     Refused,
     Request,
     Shutdown,
+    Spellings,
     StepReport,
     Tokens,
 )
@@ -183,6 +184,10 @@ class EngineClient:
                 self.abort(request_id)
             call.cut()
         return len(slow)
+
+    def teach(self, spellings: Spellings) -> None:
+        """Tell the engine how tokens are spelled."""
+        self._port.send(spellings)
 
     def shutdown(self) -> None:
         """Ask the engine to end."""

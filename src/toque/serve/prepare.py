@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from toque.errors import RequestError
+from toque.serve.constraints import constraint
 from toque.serve.failures import short
 from toque.serve.params import bad_words, check_choice_left, sampling_params
 from toque.serve.prompts import Prompt, chat_prompt, completion_prompts
 from toque.serve.schema import ChatBody, CompletionBody, EmbeddingBody, Sampling, StreamOptions
 from toque.serve.service import Service
-from toque.types import Request, SamplingParams
+from toque.types import Grammar, Request, SamplingParams
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_CALL_GRAMMAR_CHARS = 1 << 24  # of a grammar x sequences of one request
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -69,16 +71,29 @@ async def completion_job(service: Service, body: CompletionBody, arrived_s: floa
             "'max_tokens' is 0, which needs 'echo' or 'prompt_logprobs'", "max_tokens"
         )
     service.model_name(hello, body.model)
+    grammar = await _grammar(service, body)
     prompts = await completion_prompts(service, hello, tokenizer, body)
-    return _job(service, body, prompts, asked, body.logprobs, arrived_s)
+    return _job(service, body, prompts, asked, body.logprobs, arrived_s, grammar)
 
 
 async def chat_job(service: Service, body: ChatBody, arrived_s: float) -> Job:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     hello, tokenizer = service.require_ready()
     service.model_name(hello, body.model)
+    grammar = await _grammar(service, body)
     prompt = await chat_prompt(service, hello, tokenizer, body)
-    return _job(service, body, [prompt], _chat_limit(body), _chat_logprobs(body), arrived_s)
+    limit, logprobs = _chat_limit(body), _chat_logprobs(body)
+    return _job(service, body, [prompt], limit, logprobs, arrived_s, grammar)
+
+
+async def _grammar(service: Service, body: Sampling) -> Grammar | None:
+    """What the output must look like, checked. Raises RequestError."""
+    found = constraint(body)
+    if found is None:
+        return None
+    grammar, param = found
+    await service.grammars.check(grammar, param, *service.require_ready())
+    return grammar
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -139,6 +154,7 @@ def _job(
     max_tokens: int | None,
     logprobs: int | None,
     arrived_s: float,
+    grammar: Grammar | None,
 ) -> Job:
     if body.stream_options is not None and not body.stream:
         raise RequestError("'stream_options' needs 'stream' to be true", "stream_options")
@@ -156,7 +172,8 @@ def _job(
     )
     ends = () if shared.ignore_eos else hello.end_token_ids
     check_choice_left(shared, ends)
-    requests = _requests(body, prompts, shared, hello.max_model_len, arrived_s)
+    _check_grammar_size(grammar, len(prompts) * (body.n or 1))
+    requests = _requests(body, prompts, shared, hello.max_model_len, arrived_s, grammar)
     least = min(r.sampling.max_tokens or 0 for r in requests)
     return Job(
         id=f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
@@ -175,12 +192,23 @@ def _job(
     )
 
 
+def _check_grammar_size(grammar: Grammar | None, sequences: int) -> None:
+    """Every sequence carries its grammar to the engine."""
+    if grammar is not None and len(grammar.text) * sequences > MAX_CALL_GRAMMAR_CHARS:
+        raise RequestError(
+            f"a grammar of {len(grammar.text)} characters for {sequences} sequences is too much "
+            f"for one request; at most {MAX_CALL_GRAMMAR_CHARS} characters altogether",
+            "n",
+        )
+
+
 def _requests(
     body: Sampling,
     prompts: list[Prompt],
     shared: SamplingParams,
     context: int,
     arrived_s: float,
+    grammar: Grammar | None,
 ) -> tuple[Request, ...]:
     """One per choice of each prompt, its output cut to what the context leaves."""
     requests: list[Request] = []
@@ -200,6 +228,7 @@ def _requests(
                     choice=choice,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
+                    grammar=grammar,
                 )
             )
     return tuple(requests)

@@ -77,6 +77,12 @@ class Sampling(BaseModel):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = Field(
+        None, description="text, json_object, or json_schema with a schema."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, json_object, regex, choice, grammar (Lark)."
+    )
 
 
 class CompletionBody(Sampling):

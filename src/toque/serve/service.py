@@ -20,8 +20,9 @@ from toque.metrics import Metrics
 from toque.serve.connections import Connections
 from toque.serve.failures import FailedCall, Failure, short, shutting_down
 from toque.serve.frontend import EngineClient
+from toque.serve.grammar_check import GrammarCheck
 from toque.serve.stream import TokenText
-from toque.types import Hello
+from toque.types import Hello, Spellings
 
 T = TypeVar("T")
 INLINE_CHARS = 4096  # up to here tokenizing is quicker than handing it to a thread
@@ -44,6 +45,9 @@ class TextTokenizer(TokenText, Protocol):
         """The id of a token that the vocabulary spells so; None if it has none."""
 
     def pieces(self, ids: Iterable[int]) -> list[str]: ...
+
+    def spellings(self, end_token_ids: tuple[int, ...]) -> Spellings:
+        """How every token is spelled."""
 
     def encode_chat(
         self,
@@ -96,6 +100,7 @@ class Service:
         self.connections = connections
         self.tokenizer: TextTokenizer | None = None
         self.open_ids = OpenIds()
+        self.grammars = GrammarCheck(client)
         self.draining = False
         self.started_unix_s = int(time.time())
         self._seed = seed
@@ -103,6 +108,7 @@ class Service:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     # -------------------------------------------------------------------------------- readiness
 

@@ -24,11 +24,13 @@ from toque.errors import ModelError, RequestError
 from toque.serve.chat_template import ChatTemplate
 from toque.serve.gguf_vocab import SPACE, Vocabulary, gguf_vocabulary
 from toque.serve.typed import Typed, pattern_of, typed_tokens
+from toque.types import Spellings
 
 if TYPE_CHECKING:
     from toque.files.checkpoint import Checkpoint
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MARKER = re.compile(rb"<[^<>\s]+>|\[[A-Z_/]+\]")  # <tool_call>, [TOOL_CALLS]
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -147,6 +149,16 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Is it a control token, which `skip_special_tokens` hides?"""
         return token_id in self._special
+
+    def spellings(self, end_token_ids: tuple[int, ...]) -> Spellings:
+        """How every token is spelled. Markers are control tokens and added ones that look alike:
+        text in a grammar never means one."""
+        marks = {i for i, text in self._literal.items() if _MARKER.fullmatch(text)}
+        return Spellings(
+            tokens=tuple(self.token_bytes(i) for i in range(self.vocab_size)),
+            markers=tuple(sorted(marks | self._special)),
+            end_token_ids=end_token_ids,
+        )
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """The tokens as the vocabulary spells them (Hugging Face: convert_ids_to_tokens)."""

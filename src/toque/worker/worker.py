@@ -14,11 +14,20 @@ from typing import Protocol
 import numpy as np
 from msgspec import structs
 
-from toque.errors import EngineError
+from toque.errors import EngineError, ToqueError
 from toque.kernels.api import Floats, ForwardBatch, LayerKV
-from toque.types import Chunk, Logprob, RowSetup, Sampled, SamplingParams, StepPlan, StepResult
+from toque.types import (
+    Chunk,
+    Logprob,
+    RowSetup,
+    Sampled,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenId,
+)
 from toque.worker.batch import build_batch
-from toque.worker.sampler import logprob_of
+from toque.worker.sampler import Mask, logprob_of
 from toque.worker.state import DeviceState
 
 log = logging.getLogger(__name__)
@@ -37,17 +46,51 @@ class Model(Protocol):
         """… and their logits, [rows, hidden] -> [rows, vocab]."""
 
 
+class Constraints(Protocol):
+    """What rows may choose, where their requests say so."""
+
+    def begin(self, setup: RowSetup) -> None:
+        """A sequence takes a row, with the output that it may have had already."""
+
+    def mask(self, row: int) -> Mask | None:
+        """What the row may choose next; None = anything. Raises ToqueError for the client."""
+
+    def accept(self, row: int, token: TokenId) -> bool:
+        """The row chose a token of its mask. True: nothing may follow. Raises ToqueError."""
+
+
+class Unconstrained:
+    """Constraints of an engine without grammars."""
+
+    def begin(self, setup: RowSetup) -> None: ...
+
+    def mask(self, row: int) -> Mask | None:
+        return None
+
+    def accept(self, row: int, token: TokenId) -> bool:
+        return False
+
+
 class Worker:
     """An engine.Executor on this machine."""
 
-    def __init__(self, model: Model, state: DeviceState, known_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        state: DeviceState,
+        known_tokens: int | None = None,
+        constraints: Constraints | None = None,
+    ) -> None:
         """Logits from `known_tokens` on are padding: no token stands for them."""
         self._model = model
         self._state = state
+        self._constraints = constraints or Unconstrained()
         self._padding = slice(0) if known_tokens is None else slice(known_tokens, None)
 
     def run(self, plan: StepPlan) -> StepResult:
         self._state.apply(plan)
+        for setup in plan.setups:
+            self._constraints.begin(setup)
         return StepResult(step=plan.step, sampled=tuple(self._compute(plan.chunks)))
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Sampled]:
@@ -134,14 +177,16 @@ class Worker:
         sampler = self._state.samplers[chunk.row]
         assert sampler is not None
         try:
-            sampled = sampler.sample(logits, chunk.start + chunk.num_tokens)
+            mask = self._constraints.mask(chunk.row)
+            sampled = sampler.sample(logits, chunk.start + chunk.num_tokens, mask)
+            complete = sampled.error is None and self._constraints.accept(chunk.row, sampled.token)
+        except ToqueError as error:
+            return Sampled(row=chunk.row, error=str(error))
         except Exception as error:
             log.exception("a sequence failed in sampling")
             return Sampled(row=chunk.row, error=f"sampling failed: {type(error).__name__}")
         self._state.last_token[chunk.row] = sampled.token
-        return Sampled(
-            row=chunk.row, token=sampled.token, logprob=sampled.logprob, error=sampled.error
-        )
+        return structs.replace(sampled, row=chunk.row, complete=complete)
 
 
 def measure_prefill(worker: Worker, num_tokens: int, block_size: int) -> float:

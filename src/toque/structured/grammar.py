@@ -1,0 +1,242 @@
+"""Grammars compiled against a vocabulary, within budgets. A layer over llguidance, which is
+imported with the first grammar and not before.
+
+Owns: the vocabulary's trie, the compiled grammars of late. Knows: llguidance's formats and limits.
+Does not know: requests, rows, HTTP. One instance may be used from several threads.
+
+Nothing is lenient: a keyword of a schema that is not enforced is refused (schema.py), `oneOf` only
+passes where its branches exclude each other. llguidance counts what a grammar costs to build and to
+step (its "fuel"), so neither takes longer than the limits allow, whatever the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toque.errors import RequestError
+from toque.structured.schema import check_schema
+from toque.types import Grammar, GrammarKind, Spellings, TokenId
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_GRAMMAR_CHARS = 1 << 19
+MAX_LEXER_STATES = 20_000  # a kilobyte or two each, per sequence
+MAX_CHOICES = 4096
+CACHED_CHARS = 4 << 20  # of grammar text; a compiled one takes some fifty times as much
+# Between two tokens of JSON. The bound keeps a weak model from writing blanks for ever.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+_OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
+# Not what they seem: the first two would change the sampler, the others take tokens back.
+_FOREIGN_ATTRIBUTE = re.compile(r"\[[^\]\n\"/]*\b(temperature|max_tokens|stop|stop_capture)\s*=")
+
+
+class GrammarError(RequestError):
+    """The grammar cannot be used; the message says why and where."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenizer:
+    """What llguidance asks of a tokenizer."""
+
+    tokens: Sequence[bytes]
+    special_token_ids: Sequence[TokenId]
+    eos_token_id: TokenId
+    bos_token_id: TokenId | None = None
+
+    def __call__(self, text: bytes) -> list[TokenId]:
+        return []  # only asked for forced tokens, which are not used here
+
+
+class Compiler:
+    """From grammars to matchers, for one vocabulary."""
+
+    def __init__(self, spellings: Spellings) -> None:
+        """Raises GrammarError where no output could ever end."""
+        import llguidance
+
+        ends = [i for i in spellings.end_token_ids if i < len(spellings.tokens)]
+        if not ends:
+            raise GrammarError("this model has no token that ends an output")
+        wrapped = llguidance.TokenizerWrapper(
+            _Tokenizer(spellings.tokens, spellings.markers, eos_token_id=ends[0])
+        )
+        self._tokenizer: LLTokenizer = llguidance.LLTokenizer(wrapped, eos_token=ends)
+        self.markers = markers_of(spellings)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._cached_chars = 0
+
+    @property
+    def num_words(self) -> int:
+        """Of 32 bits, in a mask."""
+        return -(-int(self._tokenizer.vocab_size) // 32)
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether it is compiled already."""
+        with self._lock:
+            return grammar in self._compiled
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """A fresh matcher, at the beginning. Raises GrammarError."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return found.deep_copy()
+        made = self._compile(grammar)
+        with self._lock:
+            if self._compiled.setdefault(grammar, made) is made:
+                self._cached_chars += len(grammar.text)
+            while self._cached_chars > CACHED_CHARS and len(self._compiled) > 1:
+                old, _ = self._compiled.popitem(last=False)
+                self._cached_chars -= len(old.text)
+        return made.deep_copy()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        import llguidance
+
+        if len(grammar.text) > MAX_GRAMMAR_CHARS:
+            raise GrammarError(f"it has more than {MAX_GRAMMAR_CHARS} characters")
+        source = _source(grammar, self.markers)
+        limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.deep_copy().compute_bitmask()
+            matcher.compute_bitmask()  # a grammar that can never begin fails here
+        if matcher.is_error():
+            raise GrammarError(_reason(matcher.get_error()))
+        return matcher
+
+
+def markers_of(spellings: Spellings) -> dict[str, TokenId]:
+    """Marker tokens by their text."""
+    return {spellings.tokens[i].decode(errors="replace"): i for i in spellings.markers}
+
+
+# --------------------------------------------------------------- as llguidance reads a grammar
+
+
+def _source(grammar: Grammar, markers: Mapping[str, TokenId]) -> str:
+    """Raises GrammarError, SchemaError.
+
+    The outer grammar also switches llguidance's forcing off: where only one text can follow, it
+    would allow one spelling of it alone, which it asks of an encoder that is not here.
+    """
+    inner = {"name": "inner", **_INNER[grammar.kind](grammar.text)}
+    outer = _after(grammar.after, markers) if grammar.after else "start: @inner"
+    plain = '%llguidance {"no_forcing": true}\n'
+    return json.dumps({"grammars": [{"lark_grammar": plain + outer}, inner]})
+
+
+def _after(boundary: str, markers: Mapping[str, TokenId]) -> str:
+    return f"""start: free NEWLINES @inner
+free: {until("boundary", boundary, markers)}
+boundary[lazy]: TEXT {quoted(boundary)}
+TEXT: /(?s:.*)/
+NEWLINES: /\\n{{0,2}}/
+"""
+
+
+def until(rule: str, text: str, markers: Mapping[str, TokenId]) -> str:
+    """Lark: free text up to and including `text`, whether it comes as one token or in letters.
+    `rule` is the lazy rule for the latter; TEXT matches anything."""
+    return rule if text not in markers else f"{rule} | TEXT <[{markers[text]}]>"
+
+
+def literal(text: str, markers: Mapping[str, TokenId]) -> str:
+    """Lark: exactly `text`; markers in it come as their tokens or in letters."""
+    names = sorted(filter(None, markers), key=len, reverse=True)
+    pieces = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
+    return " ".join(
+        f"(<[{markers[piece]}]> | {quoted(piece)})" if place % 2 else quoted(piece)
+        for place, piece in enumerate(pieces)
+        if piece
+    )
+
+
+def inline_schema(schema: Mapping[str, Any]) -> str:
+    """Lark: JSON that a schema describes. Raises SchemaError."""
+    check_schema(schema)
+    return f"%json {json.dumps({**schema, 'x-guidance': _OPTIONS}, ensure_ascii=False)}"
+
+
+def check_lark(text: str) -> None:
+    """A client's own grammar may not ask for what would not be done. Raises GrammarError."""
+    foreign = _FOREIGN_ATTRIBUTE.search(text)
+    if foreign is not None:
+        raise GrammarError(f"the attribute '{foreign[1]}' of a rule is not supported")
+    if "x-guidance" in text:
+        raise GrammarError("'x-guidance' is not supported")
+
+
+def quoted(text: str) -> str:
+    """A Lark string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_schema(text: str) -> dict[str, Any]:
+    schema = _decoded(text)
+    check_schema(schema)
+    if isinstance(schema, bool):
+        if not schema:
+            raise GrammarError("the schema false allows no value")
+        schema = {}
+    return {"json_schema": {**schema, "x-guidance": _OPTIONS}}
+
+
+def _regex(text: str) -> dict[str, Any]:
+    import llguidance
+
+    # \d, \w and \s are those of ASCII: who asks for digits means 0 to 9.
+    return {"lark_grammar": f"start: /{llguidance.regex_to_lark(text, 'dws')}/"}
+
+
+def _choice(text: str) -> dict[str, Any]:
+    choices = _decoded(text)
+    if not (isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)):
+        raise GrammarError("the choices must be a list of strings")
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise GrammarError(f"there must be 1 to {MAX_CHOICES} choices and are {len(choices)}")
+    return {"lark_grammar": "start: " + " | ".join(quoted(choice) for choice in choices)}
+
+
+def _lark(text: str) -> dict[str, Any]:
+    return {"lark_grammar": text}
+
+
+_INNER: Mapping[GrammarKind, Callable[[str], dict[str, Any]]] = {
+    GrammarKind.JSON_SCHEMA: _json_schema,
+    GrammarKind.REGEX: _regex,
+    GrammarKind.CHOICE: _choice,
+    GrammarKind.LARK: _lark,
+}
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"it is not valid JSON: {error}") from None
+
+
+_STATES = {  # llguidance's words for how a parser stopped before its first token
+    "NoExtension": "nothing can match it",
+    "NoExtensionBias": "nothing can match it",
+    "ParserTooComplex": "it is too complex: too many ways to read what it matches",
+    "LexerTooComplex": "it is too complex: a pattern has too many states",
+}
+
+
+def _reason(error: str) -> str:
+    """llguidance's sentence, without the state of its parser that may follow."""
+    words = error.replace("<non-verbose/>", "").split("<state>")[0].split()
+    return _STATES.get(words[0], " ".join(words)) if words else "it cannot be compiled"
