@@ -19,7 +19,7 @@ from toque.serve.params import bad_words, check_choice_left, sampling_params
 from toque.serve.prompts import Prompt, chat_prompt, completion_prompts
 from toque.serve.schema import ChatBody, CompletionBody, Sampling, StreamOptions
 from toque.serve.service import Service
-from toque.types import Request, SamplingParams
+from toque.types import Request, SamplingParams, Slo
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -35,6 +35,14 @@ class Show:
     tokens_as_ids: bool  # logprobs spell a token as "token_id:7"
     echo_logprobs: int | None = None  # alternatives per echoed token; None = no logprobs of them
     prompt_logprobs: int | None = None  # the same in vLLM's form
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a call came, and the class of service that it has."""
+
+    at_s: float
+    slo: Slo | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +68,9 @@ class Job:
         return self.requests[0].sampling
 
 
-async def completion_job(service: Service, body: CompletionBody, arrived_s: float) -> Job:
+async def completion_job(
+    service: Service, body: CompletionBody, arrived_s: float, slo: Slo | None = None
+) -> Job:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     hello, tokenizer = service.require_ready()
     asked = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -70,15 +80,19 @@ async def completion_job(service: Service, body: CompletionBody, arrived_s: floa
         )
     service.model_name(hello, body.model)
     prompts = await completion_prompts(service, hello, tokenizer, body)
-    return _job(service, body, prompts, asked, body.logprobs, arrived_s)
+    arrival = Arrival(arrived_s, slo)
+    return _job(service, body, prompts, asked, body.logprobs, arrival)
 
 
-async def chat_job(service: Service, body: ChatBody, arrived_s: float) -> Job:
+async def chat_job(
+    service: Service, body: ChatBody, arrived_s: float, slo: Slo | None = None
+) -> Job:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     hello, tokenizer = service.require_ready()
     service.model_name(hello, body.model)
     prompt = await chat_prompt(service, hello, tokenizer, body)
-    return _job(service, body, [prompt], _chat_limit(body), _chat_logprobs(body), arrived_s)
+    arrival = Arrival(arrived_s, slo)
+    return _job(service, body, [prompt], _chat_limit(body), _chat_logprobs(body), arrival)
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -140,7 +154,7 @@ def _job(
     prompts: list[Prompt],
     max_tokens: int | None,
     logprobs: int | None,
-    arrived_s: float,
+    arrival: Arrival,
 ) -> Job:
     _check_names(service, body)
     hello, tokenizer = service.require_ready()
@@ -156,7 +170,7 @@ def _job(
     )
     ends = () if shared.ignore_eos else hello.end_token_ids
     check_choice_left(shared, ends)
-    requests = _requests(body, prompts, shared, hello.max_model_len, arrived_s)
+    requests = _requests(body, prompts, shared, hello.max_model_len, arrival)
     least = min(r.sampling.max_tokens or 0 for r in requests)
     return Job(
         id=f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
@@ -180,7 +194,7 @@ def _requests(
     prompts: list[Prompt],
     shared: SamplingParams,
     context: int,
-    arrived_s: float,
+    arrival: Arrival,
 ) -> tuple[Request, ...]:
     """One per choice of each prompt, its output cut to what the context leaves."""
     requests: list[Request] = []
@@ -196,7 +210,8 @@ def _requests(
                     id=f"{name}-{len(requests)}",
                     prompt=prompt.tokens,
                     sampling=unscored if choice else sampling,  # its prompt is scored once
-                    arrived_s=arrived_s,
+                    arrived_s=arrival.at_s,
+                    slo=arrival.slo,
                     choice=choice,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
