@@ -167,6 +167,7 @@ def _hello(
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_cache_dtype=config.kv_cache_dtype,
         scheduling_policy=config.scheduling_policy,
+        slo_classes=config.slo_classes,
         fingerprint=f"toque-{__version__}-{identity}-{loaded.ops.name}-{config.kv_cache_dtype}",
     )
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from toque.errors import ConfigError
-from toque.types import ModelSpec
+from toque.slo import slo_classes
+from toque.types import ModelSpec, Slo
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
@@ -55,9 +56,26 @@ class EngineOptions:
     threads: int | None = option(None, "threads of the kernels (the physical cores)")
     scheduling_policy: str = option(
         "fcfs",
-        "fcfs, or priority: requests with a lower `priority` first",
-        choices=("fcfs", "priority"),
+        "fcfs, priority (requests with a lower `priority` first) or slo (by classes of --slo)",
+        choices=("fcfs", "priority", "slo"),
     )
+    slo: tuple[str, ...] = option(
+        (), "class of service, repeatable: NAME:ttft=500ms,itl=60ms,deadline=60s,else=downgrade"
+    )
+    slo_file: str | None = option(None, "file with one class of service a line, as in --slo")
+    max_queue_requests: int | None = option(
+        None, "most sequences that wait; more are refused with 429 (no limit)"
+    )
+    max_queue_tokens: int | None = option(
+        None, "most prompt tokens that wait; more are refused with 429 (no limit)"
+    )
+    queue_timeout: float | None = option(
+        None,
+        "seconds a request may wait for its first step; then it gets 429 (no limit)",
+    )
+    record: str | None = option(None, "file for arrivals, step plans and times: `toque replay`")
+    record_bytes: int = option(256 << 20, "size at which a recording ends, e.g. 1GiB", size=True)
+    record_prompts: bool = option(False, "record the tokens of prompts and answers too")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +142,10 @@ class EngineConfig:
     block_size: int
     total_pages: int
     scheduling_policy: str = "fcfs"
+    slo_classes: tuple[Slo, ...] = ()
+    max_queue_requests: int | None = None
+    max_queue_tokens: int | None = None
+    queue_timeout_s: float | None = None
     prefill_tokens_per_s: float = 100.0  # as measured at start: the cost model begins with it
 
     @property
@@ -167,16 +189,24 @@ def resolve(
         block_size=options.block_size,
         total_pages=total_pages,
         scheduling_policy=options.scheduling_policy,
+        slo_classes=slo_classes(options.slo, options.slo_file),
+        max_queue_requests=options.max_queue_requests,
+        max_queue_tokens=options.max_queue_tokens,
+        queue_timeout_s=options.queue_timeout,
     )
 
 
 def check_ranges(options: EngineOptions, model: ModelSpec) -> None:
     """Each value by itself. Raises ConfigError."""
     counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "threads")
-    for name in (*counts, "kv_cache_memory_bytes"):
+    queue = ("max_queue_requests", "max_queue_tokens", "record_bytes")
+    for name in (*counts, *queue, "kv_cache_memory_bytes"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+    if options.queue_timeout is not None and options.queue_timeout <= 0:
+        raise ConfigError("--queue-timeout must be above 0 seconds")
+    slo_classes(options.slo, options.slo_file)
     if options.block_size > 1024:
         raise ConfigError(f"--block-size is {options.block_size}: at most 1024 tokens per page")
     longest = reachable_context(model)

@@ -168,7 +168,10 @@ class LLM:
                 if choice is None:
                     continue  # aborted, and not yet known to the engine
                 if choice.take(event):
-                    self._channel.send(Abort(id=event.id, reason=FinishReason.STOP))
+                    kept_tokens = len(choice.completion.token_ids)
+                    self._channel.send(
+                        Abort(id=event.id, reason=FinishReason.STOP, kept_tokens=kept_tokens)
+                    )
                 if choice.done:
                     del self._open[event.id]
 

@@ -5,6 +5,7 @@ Owns: nothing. Knows: field meanings and units. Does not know: HTTP, kernels, pa
 Those that cross the process boundary (`Request`, `Abort`, `Event`s, `Hello`, `StepReport`) and
 those that a recording keeps (`StepPlan`) are msgspec structs: the wire format *is* the type.
 Times are seconds of `time.monotonic()`, which on one host is the same clock in every process.
+What the engine says of itself (totals, load, timelines) is in `telemetry.py` and exported here too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,36 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from toque.telemetry import (
+    Branch,
+    Counters,
+    Lane,
+    Load,
+    Note,
+    NoteKind,
+    Snapshot,
+    StepTimes,
+    Timeline,
+    WaitReason,
+    Wire,
+)
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+__all__ = (  # beside what is defined here
+    "Branch",
+    "Counters",
+    "Lane",
+    "Load",
+    "Note",
+    "NoteKind",
+    "Snapshot",
+    "StepTimes",
+    "Timeline",
+    "WaitReason",
+)
 
 TokenId = int
 
@@ -38,10 +66,6 @@ class Pooling(StrEnum):
     MEAN = "mean"  # the mean over all of them
 
 
-class Wire(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base of everything that crosses the process boundary or is recorded."""
-
-
 # ------------------------------------------------------------------------------------ requests
 
 
@@ -60,7 +84,7 @@ class SamplingParams(Wire, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # over prompt and output
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
-    logit_bias: dict[TokenId, float] = {}
+    logit_bias: dict[TokenId, float] = msgspec.field(default_factory=dict)
     allowed_token_ids: tuple[TokenId, ...] = ()  # nothing else may be chosen; empty = all may
     bad_words: tuple[tuple[TokenId, ...], ...] = ()  # spellings that the output may not contain
     logprobs: int | None = None  # None = off; k = the chosen token's and the k best ones'
@@ -94,6 +118,16 @@ class Grammar(Wire, frozen=True, kw_only=True):
     after: str = ""
 
 
+class Slo(Wire, frozen=True, kw_only=True):
+    """A class of service: what its requests are promised. None = nothing is promised of this."""
+
+    name: str
+    ttft_s: float | None = None  # from arrival to the first token
+    itl_s: float | None = None  # between two tokens of a request
+    deadline_s: float | None = None  # from arrival to the last token
+    downgrade: bool = False  # who cannot be served in time waits without a promise, not refused
+
+
 class Request(Wire, frozen=True, kw_only=True):
     """One sequence to generate: one choice of one prompt. `id` is unique over the server's life.
 
@@ -110,6 +144,7 @@ class Request(Wire, frozen=True, kw_only=True):
     priority: int = 0  # lower comes first, under the policy `priority`
     pooling: Pooling | None = None
     grammar: Grammar | None = None
+    slo: Slo | None = None  # its class, whichever the policy: attainment is counted under all
 
 
 class Abort(Wire, frozen=True, kw_only=True):
@@ -117,6 +152,17 @@ class Abort(Wire, frozen=True, kw_only=True):
 
     id: str
     reason: FinishReason = FinishReason.ABORT
+    kept_tokens: int | None = None  # of the output are in the answer; the rest was for nothing
+
+
+class Explain(Wire, frozen=True, kw_only=True):
+    """Asks for the `Timeline` of a request that is not finished."""
+
+    id: str
+
+
+class Look(Wire, frozen=True, kw_only=True):
+    """Asks for a `Snapshot`."""
 
 
 class Shutdown(Wire, frozen=True, kw_only=True):
@@ -132,7 +178,7 @@ class Spellings(Wire, frozen=True, kw_only=True):
     end_token_ids: tuple[TokenId, ...]  # … allows them, and these only where it may end
 
 
-ToEngine = Request | Abort | Shutdown | Spellings
+ToEngine = Request | Abort | Explain | Look | Shutdown | Spellings
 
 # ------------------------------------------------------------------------------------- events
 
@@ -193,50 +239,29 @@ class Finished(Wire, frozen=True, kw_only=True):
     times: Times
     stop_token: TokenId | None = None  # which token ended it, where one did
     error: str | None = None  # for ERROR: a sentence for the client
+    downgraded: bool = False  # its class was not kept: it waited without a promise
+    timeline: tuple[Note, ...] = ()
+
+
+class RefusalCause(StrEnum):
+    INVALID = "invalid"  # the engine can never run it
+    QUEUE_REQUESTS = "queue_requests"  # --max-queue-requests
+    QUEUE_TOKENS = "queue_tokens"  # --max-queue-tokens
+    QUEUE_TIMEOUT = "queue_timeout"  # --queue-timeout
+    SLO = "slo"  # its class cannot be kept
 
 
 class Refused(Wire, frozen=True, kw_only=True):
-    """The only event of a request that the engine did not accept."""
+    """The only event of a request that the engine did not accept, or not in time."""
 
     id: str
     message: str
     status: int = 400
     retry_after_s: float | None = None
+    cause: RefusalCause = RefusalCause.INVALID
 
 
 Event = Tokens | PromptScores | PromptVector | Finished | Refused
-
-
-class Counters(Wire, frozen=True, kw_only=True):
-    """Totals since the engine's start, in tokens unless named otherwise; they never decrease."""
-
-    steps: int = 0
-    prompt_tokens: int = 0  # of admitted requests, counted once per request
-    computed_tokens: int = 0  # run through the model, recomputation included
-    generation_tokens: int = 0
-    prefix_queries: int = 0  # tokens looked up in the prefix cache
-    prefix_hits: int = 0
-    preemptions: int = 0  # events
-    recomputed_tokens: int = 0  # had been computed before a preemption and were again
-
-
-class Load(Wire, frozen=True, kw_only=True):
-    """What the engine holds at the end of a step. free + cached + held = total pages, always."""
-
-    running: int = 0
-    waiting: int = 0
-    free_pages: int = 0
-    cached_pages: int = 0  # in the radix tree, held by nobody: evictable
-    held_pages: int = 0
-    total_pages: int = 0
-
-
-class StepTimes(Wire, frozen=True, kw_only=True):
-    """Where one step's time went, milliseconds."""
-
-    plan_ms: float = 0.0
-    run_ms: float = 0.0
-    commit_ms: float = 0.0
 
 
 class StepReport(Wire, frozen=True, kw_only=True):
@@ -248,6 +273,7 @@ class StepReport(Wire, frozen=True, kw_only=True):
     times: StepTimes | None = None  # None: nothing ran (only refusals or aborts to report)
     batch_tokens: int = 0
     batch_sequences: int = 0
+    predicted_ms: float = 0.0  # of times.run_ms, by the cost model before the step
 
 
 class Heartbeat(Wire, frozen=True, kw_only=True):
@@ -270,6 +296,7 @@ class Hello(Wire, frozen=True, kw_only=True):
     kv_cache_dtype: str
     fingerprint: str  # model, kernel set and KV dtype: what a repeated answer needs to be equal
     scheduling_policy: str = "fcfs"
+    slo_classes: tuple[Slo, ...] = ()  # one named "default" is for requests that name none
 
 
 class EngineFailed(Wire, frozen=True, kw_only=True):
@@ -278,7 +305,7 @@ class EngineFailed(Wire, frozen=True, kw_only=True):
     message: str
 
 
-FromEngine = StepReport | Heartbeat | Hello | EngineFailed
+FromEngine = StepReport | Heartbeat | Timeline | Snapshot | Hello | EngineFailed
 
 # --------------------------------------------------------------------------------------- plans
 
@@ -356,7 +383,7 @@ class RopeSpec(Wire, frozen=True, kw_only=True):
 
     theta: float = 10000.0
     kind: str = "default"
-    parameters: dict[str, float] = {}
+    parameters: dict[str, float] = msgspec.field(default_factory=dict)
     frequency_factors: tuple[float, ...] = ()  # GGUF's rope_freqs tensor: divides each frequency
 
 

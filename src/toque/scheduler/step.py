@@ -102,6 +102,16 @@ class Totals:
     prefix_hits: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    wasted_aborted_tokens: int = 0
+    wasted_stopped_tokens: int = 0
+    wasted_evicted_tokens: int = 0
+    wasted_failed_tokens: int = 0
+    refused_invalid: int = 0
+    refused_queue_requests: int = 0
+    refused_queue_tokens: int = 0
+    refused_queue_timeout: int = 0
+    refused_slo: int = 0
+    downgraded: int = 0
 
     def admitted(self, sequence: Sequence, hit_tokens: int, now_s: float) -> None:
         """Count an admission, in the sequence too; a prompt counts the first time only."""

@@ -8,7 +8,6 @@ Owns: the assembled layers. Knows: every route module. Does not know: sockets, s
 from __future__ import annotations
 
 import logging
-import os
 from importlib import resources
 from typing import Any
 
@@ -20,7 +19,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from toque import __version__
-from toque.config import ServeOptions
 from toque.errors import CapacityError, EngineError, RequestError
 from toque.serve import fields
 from toque.serve.edge import GENERATION_PATHS, Edge
@@ -28,7 +26,7 @@ from toque.serve.failures import FailedCall, describe
 from toque.serve.frontend import ClientGone
 from toque.serve.guard import Guard
 from toque.serve.health import operator_routes
-from toque.serve.keys import Key, KeyCheck, keys_in_file, parse_keys
+from toque.serve.keys import KeyCheck, keys_of
 from toque.serve.openai import openai_routes, token_routes
 from toque.serve.schema import (
     ChatBody,
@@ -76,17 +74,10 @@ def create_app(service: Service) -> Edge:
     _add_error_handlers(app, service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     options = service.options
-    checked = KeyCheck(app, _keys(options))
+    checked = KeyCheck(app, keys_of(options))
     guard = Guard(checked, options.host, options.allowed_hosts, options.allowed_origins)
     paths = frozenset((*app.openapi()["paths"], "/openapi.json", "/docs"))
     return Edge(guard, service.metrics, paths)
-
-
-def _keys(options: ServeOptions) -> tuple[Key, ...]:
-    listed = [*options.api_key, *os.environ.get("TOQUE_API_KEY", "").split()]
-    if options.api_key_file is not None:
-        listed += keys_in_file(options.api_key_file)
-    return parse_keys(listed)
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:

@@ -153,12 +153,17 @@ class EngineClient:
         finally:
             self._leave(call)
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+    def abort(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.ABORT,
+        kept_tokens: int | None = None,
+    ) -> None:
         """Tell the engine to stop working on a request; its Finished is still to come."""
         entry = self._open.get(request_id)
         if entry is not None and not entry.aborted:
             entry.aborted = True
-            self._port.send(Abort(id=request_id, reason=reason))
+            self._port.send(Abort(id=request_id, reason=reason, kept_tokens=kept_tokens))
 
     def _leave(self, call: Call) -> None:
         self._calls.discard(call)

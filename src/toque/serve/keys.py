@@ -2,21 +2,25 @@
 
 Owns: the keys' digests. Knows: which scope a path needs. Does not know: what routes do.
 
-A key is written `KEY` (everything) or `KEY:scope,scope`. Paths are compared as the router compares
-them, decoded and exact, so whatever spelling reaches a route has passed the check of that route; a
-path that nobody serves needs a key too.
+A key is written `KEY` (everything) or `KEY:scope,scope`; `slo=NAME` among the scopes is the
+class of service of requests that name none. The key that was used stays in the ASGI scope.
+
+Paths are compared as the router compares them, decoded and exact, so whatever spelling reaches a
+route has passed the check of that route; a path that nobody serves needs a key too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from toque.config import ServeOptions
 from toque.errors import ConfigError
 from toque.serve.failures import Failure, send_failure
 
@@ -27,12 +31,33 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 _ANY_KEY_PATHS = frozenset({"/version", "/ping", "/docs", "/openapi.json"})
 _METRICS_PATHS = frozenset({"/metrics", "/load"})
 _SHORTEST_KEY_CHARS = 8
+_KEY = "toque.key"  # in the ASGI scope
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
     digest: bytes  # SHA-256: all of one length, so that comparing takes one time
     scopes: frozenset[str]
+    slo: str | None = None  # class of its requests that name none
+
+    @property
+    def label(self) -> str:
+        """A name for logs and metrics that does not give the key away."""
+        return self.digest.hex()[:8]
+
+
+def key_of(scope: Scope) -> Key | None:
+    """The key that an exchange was let in with; None where the server has no keys."""
+    found: Key | None = scope.get(_KEY)
+    return found
+
+
+def keys_of(options: ServeOptions) -> tuple[Key, ...]:
+    """The keys of flags, environment and file. Raises ConfigError."""
+    listed = [*options.api_key, *os.environ.get("TOQUE_API_KEY", "").split()]
+    if options.api_key_file is not None:
+        listed += keys_in_file(options.api_key_file)
+    return parse_keys(listed)
 
 
 def parse_keys(texts: Iterable[str]) -> tuple[Key, ...]:
@@ -54,19 +79,27 @@ def keys_in_file(path: str) -> list[str]:
 
 def _parse_key(text: str) -> Key:
     secret, colon, listed = text.rpartition(":")
+    slo = None
     if not colon:
         secret, scopes = text, SCOPES
     else:
-        scopes = frozenset(name.strip() for name in listed.split(","))
-        if not scopes <= SCOPES:
+        words = [word.strip() for word in listed.split(",")]
+        classes = [word.removeprefix("slo=") for word in words if word.startswith("slo=")]
+        slo = classes[-1] if classes else None
+        # A key that names a class only may do everything.
+        scopes = frozenset(word for word in words if not word.startswith("slo=")) or (
+            SCOPES if classes else frozenset()
+        )
+        if not scopes <= SCOPES or not scopes:
             wrong = ", ".join(sorted(scopes - SCOPES)) or "nothing"
             raise ConfigError(
                 f"an API key has the scope {wrong!r} after its colon; scopes are "
-                f"{', '.join(sorted(SCOPES))} (a key with a colon in it must name its scopes)"
+                f"{', '.join(sorted(SCOPES))}, slo=NAME (a key with a colon in it must name its "
+                "scopes)"
             )
     if len(secret) < _SHORTEST_KEY_CHARS:
         raise ConfigError(f"an API key must have at least {_SHORTEST_KEY_CHARS} characters")
-    return Key(_digest(secret.encode()), scopes)
+    return Key(_digest(secret.encode()), scopes, slo)
 
 
 def _digest(secret: bytes) -> bytes:
@@ -97,6 +130,7 @@ class KeyCheck:
             message = "this server needs an API key: Authorization: Bearer KEY"
             headers = (("www-authenticate", "Bearer"),)
             return Failure(401, message, code="invalid_api_key", headers=headers)
+        scope[_KEY] = key
         needed = needed_scope(scope["path"])
         if needed is None or needed in key.scopes:
             return None

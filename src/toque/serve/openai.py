@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from toque.config import ServeOptions
 from toque.errors import RequestError
+from toque.serve.classes import slo_of
 from toque.serve.embeddings import EmbeddingResponse, embedding_job
 from toque.serve.failures import FailedCall, Failure
 from toque.serve.frontend import ClientGone
@@ -25,6 +26,7 @@ from toque.serve.schema import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    Sampling,
     TokenizeBody,
     check,
     decode_json,
@@ -32,7 +34,7 @@ from toque.serve.schema import (
 )
 from toque.serve.service import Service, TextTokenizer, check_ids
 from toque.serve.sse import GenerationResponse
-from toque.types import Hello
+from toque.types import Hello, Slo
 
 
 async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
@@ -113,7 +115,8 @@ def openai_routes(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         arrived_s = time.monotonic()
         body = check(CompletionBody, await _ready_json(request), lenient)
-        return GenerationResponse(service, await completion_job(service, body, arrived_s))
+        slo = _slo(request, body)
+        return GenerationResponse(service, await completion_job(service, body, arrived_s, slo))
 
     @router.get(
         "/completions",
@@ -125,7 +128,8 @@ def openai_routes(service: Service) -> APIRouter:
         service.require_ready()
         data = query_data(request.query_params.multi_items())
         body = check(CompletionBody, data, lenient, strict=False)
-        return GenerationResponse(service, await completion_job(service, body, arrived_s))
+        slo = _slo(request, body)
+        return GenerationResponse(service, await completion_job(service, body, arrived_s, slo))
 
     @router.post(
         "/chat/completions", summary="Answer a conversation", openapi_extra=body_of(ChatBody)
@@ -133,7 +137,8 @@ def openai_routes(service: Service) -> APIRouter:
     async def chat(request: Request) -> Response:
         arrived_s = time.monotonic()
         body = check(ChatBody, await _ready_json(request), lenient)
-        return GenerationResponse(service, await chat_job(service, body, arrived_s))
+        slo = _slo(request, body)
+        return GenerationResponse(service, await chat_job(service, body, arrived_s, slo))
 
     @router.post("/embeddings", summary="Texts to vectors", openapi_extra=body_of(EmbeddingBody))
     async def embeddings(request: Request) -> Response:
@@ -155,6 +160,10 @@ def openai_routes(service: Service) -> APIRouter:
         hello, _ = service.require_ready()
         served = service.model_name(hello, name)
         return JSONResponse(_model_card(served, hello, service.started_unix_s))
+
+    def _slo(request: Request, body: Sampling) -> Slo | None:
+        hello, _ = service.require_ready()
+        return slo_of(request, body.slo, hello)
 
     async def _ready_json(request: Request) -> dict[str, Any]:
         data = await read_json(request, options)

@@ -20,7 +20,7 @@ from toque.serve.params import bad_words, check_choice_left, sampling_params
 from toque.serve.prompts import Prompt, chat_prompt, completion_prompts
 from toque.serve.schema import ChatBody, CompletionBody, EmbeddingBody, Sampling, StreamOptions
 from toque.serve.service import Service
-from toque.types import Grammar, Request, SamplingParams
+from toque.types import Grammar, Request, SamplingParams, Slo
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_CALL_GRAMMAR_CHARS = 1 << 24  # of a grammar x sequences of one request
@@ -37,6 +37,14 @@ class Show:
     tokens_as_ids: bool  # logprobs spell a token as "token_id:7"
     echo_logprobs: int | None = None  # alternatives per echoed token; None = no logprobs of them
     prompt_logprobs: int | None = None  # the same in vLLM's form
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a call came, and the class of service that it has."""
+
+    at_s: float
+    slo: Slo | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +70,9 @@ class Job:
         return self.requests[0].sampling
 
 
-async def completion_job(service: Service, body: CompletionBody, arrived_s: float) -> Job:
+async def completion_job(
+    service: Service, body: CompletionBody, arrived_s: float, slo: Slo | None = None
+) -> Job:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     hello, tokenizer = service.require_ready()
     asked = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -73,17 +83,21 @@ async def completion_job(service: Service, body: CompletionBody, arrived_s: floa
     service.model_name(hello, body.model)
     grammar = await _grammar(service, body)
     prompts = await completion_prompts(service, hello, tokenizer, body)
-    return _job(service, body, prompts, asked, body.logprobs, arrived_s, grammar)
+    arrival = Arrival(arrived_s, slo)
+    return _job(service, body, prompts, asked, body.logprobs, arrival, grammar)
 
 
-async def chat_job(service: Service, body: ChatBody, arrived_s: float) -> Job:
+async def chat_job(
+    service: Service, body: ChatBody, arrived_s: float, slo: Slo | None = None
+) -> Job:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     hello, tokenizer = service.require_ready()
     service.model_name(hello, body.model)
     grammar = await _grammar(service, body)
     prompt = await chat_prompt(service, hello, tokenizer, body)
     limit, logprobs = _chat_limit(body), _chat_logprobs(body)
-    return _job(service, body, [prompt], limit, logprobs, arrived_s, grammar)
+    arrival = Arrival(arrived_s, slo)
+    return _job(service, body, [prompt], limit, logprobs, arrival, grammar)
 
 
 async def _grammar(service: Service, body: Sampling) -> Grammar | None:
@@ -153,7 +167,7 @@ def _job(
     prompts: list[Prompt],
     max_tokens: int | None,
     logprobs: int | None,
-    arrived_s: float,
+    arrival: Arrival,
     grammar: Grammar | None,
 ) -> Job:
     if body.stream_options is not None and not body.stream:
@@ -173,7 +187,7 @@ def _job(
     ends = () if shared.ignore_eos else hello.end_token_ids
     check_choice_left(shared, ends)
     _check_grammar_size(grammar, len(prompts) * (body.n or 1))
-    requests = _requests(body, prompts, shared, hello.max_model_len, arrived_s, grammar)
+    requests = _requests(body, prompts, shared, hello.max_model_len, arrival, grammar)
     least = min(r.sampling.max_tokens or 0 for r in requests)
     return Job(
         id=f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
@@ -207,7 +221,7 @@ def _requests(
     prompts: list[Prompt],
     shared: SamplingParams,
     context: int,
-    arrived_s: float,
+    arrival: Arrival,
     grammar: Grammar | None,
 ) -> tuple[Request, ...]:
     """One per choice of each prompt, its output cut to what the context leaves."""
@@ -224,7 +238,8 @@ def _requests(
                     id=f"{name}-{len(requests)}",
                     prompt=prompt.tokens,
                     sampling=unscored if choice else sampling,  # its prompt is scored once
-                    arrived_s=arrived_s,
+                    arrived_s=arrival.at_s,
+                    slo=arrival.slo,
                     choice=choice,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,

@@ -71,6 +71,9 @@ class Sampling(BaseModel):
     truncation_side: Literal["left", "right"] | None = Field(None, description="Default left.")
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Lower comes first.")
+    slo: str | None = Field(
+        None, max_length=64, description="Class of service; else the X-SLO-Class header's."
+    )
     request_id: str | None = Field(None, description="Names the answer; unique among open calls.")
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None

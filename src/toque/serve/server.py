@@ -26,9 +26,11 @@ from toque.errors import ToqueError
 from toque.ipc import ServePort
 from toque.metrics import Metrics
 from toque.serve.app import create_app
+from toque.serve.classes import check_key_classes
 from toque.serve.connections import Connections
 from toque.serve.failures import FailedCall, shutting_down
 from toque.serve.frontend import EngineClient
+from toque.serve.keys import keys_of
 from toque.serve.protocol import tracked_protocol
 from toque.serve.service import Service, TextTokenizer
 
@@ -140,6 +142,11 @@ class Server:
         await self.client.said_hello.wait()
         hello = self.client.hello
         assert hello is not None
+        try:
+            check_key_classes(keys_of(self._options), hello)
+        except ToqueError as error:
+            log.error("%s", error)
+            return False
         names = ", ".join(self.service.model_names(hello))
         log.info("ready: %s serves %s (docs at /docs)", self._url(), names)
         return True

@@ -129,7 +129,8 @@ class GenerationResponse(Response):
             if choice.finish_reason is None:
                 touched[event.id] = choice
             if choice.feed(event):
-                self._service.client.abort(event.id, FinishReason.STOP)
+                kept_tokens = choice.completion_tokens
+                self._service.client.abort(event.id, FinishReason.STOP, kept_tokens)
         return touched
 
     def _chunks(self, choices: dict[str, Choice]) -> bytes:
