@@ -27,7 +27,7 @@ from toque.serve.frontend import ClientGone
 from toque.serve.guard import Guard
 from toque.serve.health import operator_routes
 from toque.serve.keys import KeyCheck, keys_of
-from toque.serve.openai import openai_routes, token_routes
+from toque.serve.openai import model_routes, openai_routes, token_routes
 from toque.serve.schema import (
     ChatBody,
     CompletionBody,
@@ -68,6 +68,7 @@ def create_app(service: Service) -> Edge:
         title="toque", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.include_router(openai_routes(service))
+    app.include_router(model_routes(service))
     app.include_router(token_routes(service))
     app.include_router(operator_routes(service))
     _add_docs(app)

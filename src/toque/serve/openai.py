@@ -146,6 +146,21 @@ def openai_routes(service: Service) -> APIRouter:
         body = check(EmbeddingBody, await _ready_json(request), lenient)
         return EmbeddingResponse(service, await embedding_job(service, body, arrived_s))
 
+    def _slo(request: Request, body: Sampling) -> Slo | None:
+        hello, _ = service.require_ready()
+        return slo_of(request, body.slo, hello)
+
+    async def _ready_json(request: Request) -> dict[str, Any]:
+        data = await read_json(request, options)
+        service.require_ready()
+        return data
+
+    return router
+
+
+def model_routes(service: Service) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
     @router.get("/models", summary="The served model")
     async def models() -> Response:
         hello, _ = service.require_ready()
@@ -160,15 +175,6 @@ def openai_routes(service: Service) -> APIRouter:
         hello, _ = service.require_ready()
         served = service.model_name(hello, name)
         return JSONResponse(_model_card(served, hello, service.started_unix_s))
-
-    def _slo(request: Request, body: Sampling) -> Slo | None:
-        hello, _ = service.require_ready()
-        return slo_of(request, body.slo, hello)
-
-    async def _ready_json(request: Request) -> dict[str, Any]:
-        data = await read_json(request, options)
-        service.require_ready()
-        return data
 
     return router
 
