@@ -8,6 +8,9 @@
 //
 // A group that holds NaN or infinity has the scale NaN, and makes every output of its row NaN.
 // A group below 2^-100 is zero: the inverse of its scale would not be a float.
+//
+// Groups lie after one another and within each all rows, a cache line each: a tile's rows are
+// neighbours at constant distances, whatever the number of inputs.
 #pragma once
 
 #include "kernels.h"
@@ -19,42 +22,34 @@ namespace TOQUE_ISA {
 constexpr float LARGEST_ACTIVATION = 8191;
 
 struct Activations {
-  long in;
-  int16_t* q;         // [rows, in]
-  float* scale;       // [rows, in / GROUP]
-  float* scaled_sum;  // [rows, in / GROUP]: scale * sum of q, what an offset is multiplied with
-  int32_t* sum;       // [rows, in / GROUP]: of q
+  long rows;          // from one group to the next
+  int16_t* q;         // [groups, rows, GROUP]
+  float* scale;       // [groups, rows]
+  float* scaled_sum;  // [groups, rows]: scale * sum of q, what an offset is multiplied with
+  int32_t* sum;       // [groups, rows]: of q
 
-  long groups() const { return in / GROUP; }
-
-  Activations from_row(long row) const {
-    return {in, q + row * in, scale + row * groups(), scaled_sum + row * groups(),
-            sum + row * groups()};
+  Activations from(long group, long row) const {
+    const long place = group * rows + row;
+    return {rows, q + place * GROUP, scale + place, scaled_sum + place, sum + place};
   }
 };
 
 inline Activations lay_out(const Input& input) {
   const long groups = input.rows * (input.in / GROUP);
   float* scales = (float*)((int16_t*)input.scratch + input.rows * input.in);
-  return {input.in, (int16_t*)input.scratch, scales, scales + groups,
+  return {input.rows, (int16_t*)input.scratch, scales, scales + groups,
           (int32_t*)(scales + 2 * groups)};
 }
 
-inline int32_t max_lane(i32x8 x) {
-  int32_t best = x[0];
-  for (int i = 1; i < LANES; ++i) best = x[i] > best ? x[i] : best;
-  return best;
-}
-
-// Group `g` of the row that `to` begins with.
-inline void quantize_group(const float* x, long g, const Activations& to) {
+// GROUP inputs, to the group and row that `to` begins with.
+inline void quantize_group(const float* x, const Activations& to) {
   constexpr int VECTORS = GROUP / LANES;
   constexpr int32_t INFINITE = 0x7f800000;
-  f32x8 values[VECTORS];
-  i32x8 largest = splat_integer(0);  // as bits, which are in the order of magnitudes, NaN last
+  floats values[VECTORS];
+  ints largest = splat_integer(0);  // as bits, which are in the order of magnitudes, NaN last
   for (int i = 0; i < VECTORS; ++i) {
-    values[i] = load(x + g * GROUP + i * LANES);
-    const i32x8 magnitude = (i32x8)values[i] & 0x7fffffff;
+    values[i] = load(x + i * LANES);
+    const ints magnitude = (ints)values[i] & 0x7fffffff;
     largest = magnitude > largest ? magnitude : largest;
   }
   const int32_t bits = max_lane(largest);
@@ -62,26 +57,26 @@ inline void quantize_group(const float* x, long g, const Activations& to) {
   const bool is_number = bits < INFINITE, is_zero = magnitude < 0x1p-100f;
   const float inverse = is_number && !is_zero ? LARGEST_ACTIVATION / magnitude : 0;
   const float scale = !is_number ? NAN : is_zero ? 0 : magnitude / LARGEST_ACTIVATION;
-  i32x8 sums = splat_integer(0);
+  ints sums = splat_integer(0);
   for (int i = 0; i < VECTORS; ++i) {
-    const i32x8 q = is_number ? to_nearest(values[i] * splat(inverse)) : splat_integer(0);
-    store_shorts(to.q + g * GROUP + i * LANES, q);
+    const ints q = is_number ? to_nearest(values[i] * splat(inverse)) : splat_integer(0);
+    store_shorts(to.q + i * LANES, q);
     sums += q;
   }
-  int32_t sum = 0;
-  for (int i = 0; i < LANES; ++i) sum += sums[i];
-  to.scale[g] = scale;
-  to.scaled_sum[g] = scale * (float)sum;
-  to.sum[g] = sum;
+  *to.scale = scale;
+  *to.sum = sum(sums);
+  *to.scaled_sum = scale * (float)*to.sum;
 }
 
-// All rows. The caller waits: products need whole rows.
+// All rows. The caller waits: products need whole rows. Threads take groups, whose results lie on
+// cache lines of their own.
 inline Activations quantize(Pool& pool, const Input& input) {
   const Activations all = lay_out(input);
-  parallel_ranges(pool, input.rows, 4.0 * input.rows * input.in, [=](long begin, long end, int) {
-    for (long row = begin; row < end; ++row) {
-      for (long g = 0; g < all.groups(); ++g) {
-        quantize_group(input.x + row * input.in, g, all.from_row(row));
+  const double cost = 4.0 * input.rows * input.in;
+  parallel_ranges(pool, input.in / GROUP, cost, [=](long begin, long end, int) {
+    for (long g = begin; g < end; ++g) {
+      for (long row = 0; row < input.rows; ++row) {
+        quantize_group(input.x + row * input.in + g * GROUP, all.from(g, row));
       }
     }
   });

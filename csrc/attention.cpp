@@ -163,12 +163,12 @@ static void soften(Block& b, long row) {
   float* weights = b.weights + row * WEIGHTS_STRIDE;
   const long visible = b.visible[row];
   for (long k = visible; k % LANES != 0; ++k) weights[k] = -INFINITY;
-  f32x8 best = splat(-INFINITY);
+  floats best = splat(-INFINITY);
   for (long k = 0; k < visible; k += LANES) best = max(best, load(weights + k));
   const float maximum = max_lane(best);
-  f32x8 total = splat(0);
+  floats total = splat(0);
   for (long k = 0; k < visible; k += LANES) {
-    const f32x8 e = exp(load(weights + k) - splat(maximum));
+    const floats e = exp(load(weights + k) - splat(maximum));
     store(weights + k, e);
     total = total + e;
   }
@@ -232,8 +232,8 @@ static void join(const Partial& part, Block& b) {
     const float old = b.joined.maximum[r], here = part.maximum[r];
     if (here == -INFINITY && part.total[r] == 0) continue;
     const float maximum = here > old ? here : old;
-    const f32x8 before = old == -INFINITY ? splat(0) : exp(splat(old - maximum));
-    const f32x8 now = exp(splat(here - maximum));
+    const floats before = old == -INFINITY ? splat(0) : exp(splat(old - maximum));
+    const floats now = exp(splat(here - maximum));
     float* out = b.joined.out + r * b.dim_padded;
     const float* added = part.out + r * b.dim_padded;
     for (long d = 0; d < b.dim_padded; d += LANES) {

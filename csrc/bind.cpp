@@ -248,6 +248,14 @@ static void bind_matrix(nb::module_& module) {
       });
 }
 
+static nb::tuple isas_here() {
+  nb::list names;
+  for (const Isa& isa : compiled_isas()) {
+    if (isa.supported) names.append(isa.name());
+  }
+  return nb::tuple(names);
+}
+
 // nb::arg().noconvert() on every array: see check.h.
 static void bind_backend(nb::module_& module) {
   const auto array = [](const char* name) { return nb::arg(name).noconvert(); };
@@ -286,6 +294,7 @@ NB_MODULE(_native, module) {
   // An interpreter that exits does not free what its modules hold; nanobind would report that.
   nanobind::set_leak_warnings(false);
   module.attr("LAYOUT") = toque::LAYOUT;
+  module.attr("ISAS") = toque::isas_here();
   toque::bind_matrix(module);
   toque::bind_program(module);
   toque::bind_backend(module);

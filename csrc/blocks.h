@@ -19,11 +19,13 @@ TOQUE_INLINE float half_at(const uint8_t* from) {
 constexpr long place_of_d(Kind kind) { return kind == Kind::Q6_K ? 208 : 0; }
 constexpr long PLACE_OF_M = 2;
 
+typedef uint8_t ubytes16 __attribute__((vector_size(16)));
+
 // 16 bytes -> 32 values: first all low halves, then all high ones.
 static inline void nibbles(const uint8_t* from, int8_t* q) {
-  u8x16 both;
+  ubytes16 both;
   memcpy(&both, from, sizeof both);
-  const u8x16 low = both & 15, high = both >> 4;
+  const ubytes16 low = both & 15, high = both >> 4;
   memcpy(q, &low, sizeof low);
   memcpy(q + 16, &high, sizeof high);
 }
@@ -67,8 +69,7 @@ static inline void q6_k(const uint8_t* block, int8_t* q) {
     const uint8_t* high = block + 128 + 32 * (run / 4);
     const int shift = 4 * (in_half / 2);
     for (int i = 0; i < 32; ++i) {
-      q[32 * run + i] =
-          (int8_t)(((low[i] >> shift & 15) | (high[i] >> (2 * in_half) & 3) << 4) - 32);
+      q[32 * run + i] = (int8_t)((low[i] >> shift & 15) | (high[i] >> (2 * in_half) & 3) << 4);
     }
   }
 }
@@ -82,7 +83,6 @@ inline void integers(const uint8_t* block, int8_t* q) {
   if constexpr (KIND == Kind::Q5_0) {
     nibbles(block + 6, q);
     fifth_bits(block + 2, q);
-    for (int i = 0; i < 32; ++i) q[i] = (int8_t)(q[i] - 16);
   }
   if constexpr (KIND == Kind::Q5_1) {
     nibbles(block + 8, q);

@@ -15,32 +15,31 @@ class Group {
       : record_(panel + index / PER_RECORD * record_bytes(KIND)),
         scales_(record_ + halves_bytes(KIND) + index % PER_RECORD * group_bytes(KIND)) {}
 
-  // Of outputs LANES * side .. LANES * side + 7.
-  TOQUE_MEMBER f32x8 scale(int side) const {
-    const f32x8 d = load((const half*)record_ + LANES * side);
+  // Of outputs LANES * side and the LANES - 1 after it.
+  TOQUE_MEMBER floats scale(int side) const {
+    const floats d = load((const half*)record_ + LANES * side);
     if constexpr (!has_offset(KIND) || scales_bytes(KIND) == 0) return d;
     return d * bytes_to_floats(scales_ + LANES * side);
   }
 
   // Exact, and zero for kinds that have none.
-  TOQUE_MEMBER f32x8 offset(int side) const {
+  TOQUE_MEMBER floats offset(int side) const {
     if constexpr (!has_offset(KIND)) return splat(0);
-    const f32x8 m = load((const half*)record_ + PANEL + LANES * side);
+    const floats m = load((const half*)record_ + PANEL + LANES * side);
     if constexpr (scales_bytes(KIND) == 0) return m;
     return -(m * bytes_to_floats(scales_ + PANEL + LANES * side));
   }
 
-  // Inputs 2 p and 2 p + 1 of eight outputs; zero_point() is still to be subtracted.
-  TOQUE_MEMBER i16x16 pair(long p, int side) const {
-    const uint8_t* payload = scales_ + scales_bytes(KIND);
-    if constexpr (has_nibbles(KIND)) {
-      const u16x16 four = (u16x16)load_shorts(payload + p / 4 * 64 + side * 32);
-      return (i16x16)(four >> (4 * (p % 4)) & 15);
-    }
-    const i16x16 q = widen(payload + p * 2 * PANEL + PANEL * side);
+  // Inputs 2 p and 2 p + 1 of LANES outputs; ZERO is still to be subtracted.
+  TOQUE_MEMBER shorts pair(long p, int side) const {
+    if constexpr (!has_nibbles(KIND)) return widen(payload() + (p * PANEL + LANES * side) * 2);
+    const shorts q = (shorts)unsigned_pair(p, side);
     if constexpr (KIND != Kind::Q6_K) return q;
-    return q * widen_twice(scales_ + p / (PAIRS / 2) * PANEL + LANES * side);
+    return (q - (int16_t)zero_point(KIND)) *
+           widen_twice(scales_ + p / (PAIRS / 2) * PANEL + LANES * side);
   }
+
+  static constexpr int ZERO = KIND == Kind::Q6_K ? 0 : zero_point(KIND);
 
   // Of one output, in the file's numbers: `column` of the panel, GROUP values.
   TOQUE_MEMBER void values(long column, float* to) const {
@@ -57,14 +56,43 @@ class Group {
  private:
   static constexpr long PER_RECORD = groups_per_record(KIND);
 
+  TOQUE_MEMBER const uint8_t* payload() const { return scales_ + scales_bytes(KIND); }
+
+  // Words of LANES outputs: 64 bytes hold them for all.
+  TOQUE_MEMBER ushorts words(const uint8_t* all, int side) const {
+    return (ushorts)load_shorts(all + LANES * side * 4);
+  }
+
+  static constexpr int HIGH = has_nibbles(KIND) ? high_bits(KIND) : 0;
+  static constexpr int PER_WORD = HIGH > 0 ? 16 / HIGH : 16;  // pairs in a word of a plane
+  static constexpr int HIGH_MASK = (1 << HIGH) - 1;
+
+  TOQUE_MEMBER const uint8_t* plane(long p) const {
+    return payload() + NIBBLES_BYTES + p / PER_WORD * PLANE_BYTES;
+  }
+
+  TOQUE_MEMBER ushorts unsigned_pair(long p, int side) const {
+    const ushorts low = words(payload() + p / 4 * 64, side) >> (4 * (p % 4)) & 15;
+    if constexpr (HIGH == 0) return low;
+    const ushorts all = words(plane(p), side);
+    const int place = HIGH * (int)(p % PER_WORD);
+    return select_bits(HIGH_MASK << 4, place < 4 ? all << (4 - place) : all >> (place - 4), low);
+  }
+
+  TOQUE_MEMBER int word(const uint8_t* all, long column, long k) const {
+    uint16_t word;
+    memcpy(&word, all + 4 * column + k % 2 * 2, sizeof word);
+    return word;
+  }
+
   TOQUE_MEMBER int integer(long column, long k) const {
-    const uint8_t* payload = scales_ + scales_bytes(KIND);
     if constexpr (!has_nibbles(KIND)) {
-      return (int8_t)payload[k / 2 * 2 * PANEL + 2 * column + k % 2];
+      return (int8_t)payload()[k / 2 * 2 * PANEL + 2 * column + k % 2];
     }
-    uint16_t four;
-    memcpy(&four, payload + k / 8 * 64 + column / 8 * 32 + column % 8 * 4 + k % 2 * 2, 2);
-    return four >> (4 * (k / 2 % 4)) & 15;
+    const int low = word(payload() + k / 8 * 64, column, k) >> (4 * (k / 2 % 4)) & 15;
+    if constexpr (HIGH == 0) return low;
+    const int high = word(plane(k / 2), column, k) >> (HIGH * (k / 2 % PER_WORD)) & HIGH_MASK;
+    return low | high << 4;
   }
 
   const uint8_t* record_;

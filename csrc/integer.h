@@ -17,26 +17,35 @@
 namespace toque {
 namespace TOQUE_ISA {
 
-// Rows of a tile. An unrolled loop over pairs has constant places in the payload.
-#if defined(TOQUE_HAS_AVX2)
+// Rows of a tile: as many as keep their sums, the weights and one input in registers.
+#if defined(TOQUE_HAS_AVX512)
+constexpr int INTEGER_ROWS = 16;  // 16 sums + 1 weight of 32 registers
+#elif defined(TOQUE_HAS_AVX2)
 constexpr int INTEGER_ROWS = 4;  // 8 sums + 2 weights + 1 input of 16 registers; 6 rows are slower
-#define TOQUE_UNROLL_PAIRS _Pragma("GCC unroll 16")
 #else
 constexpr int INTEGER_ROWS = 2;
-#define TOQUE_UNROLL_PAIRS
 #endif
 
-// Up to so many rows, unpacking in registers again for each tile is cheaper than writing the
-// weights down. Bytes with no small scales only have to be widened, which loading does.
+// Up to so many rows, unpacking in registers is cheaper than writing the weights down. Bytes only
+// have to be widened, which loading does.
+constexpr long FEW_ROWS = 4;
 constexpr long few_rows(Kind kind) {
-  return has_nibbles(kind) || scales_bytes(kind) > 0 ? 3 * INTEGER_ROWS : 1L << 60;
+  return has_nibbles(kind) || INTEGER_ROWS > FEW_ROWS ? FEW_ROWS : 1L << 60;
 }
+
+// An unrolled loop over pairs has constant places in the payload.
+#if defined(TOQUE_HAS_AVX512) || defined(TOQUE_HAS_AVX2)
+#define TOQUE_UNROLL_PAIRS _Pragma("GCC unroll 16")
+#else
+#define TOQUE_UNROLL_PAIRS
+#endif
 
 // A panel's weights where they lie.
 template <Kind KIND>
 struct InPlace {
   static constexpr bool OFFSETS = has_offset(KIND);
-  static constexpr int ZERO = zero_point(KIND);
+  static constexpr int ZERO = Group<KIND>::ZERO;
+  static constexpr int ROWS = INTEGER_ROWS < FEW_ROWS ? INTEGER_ROWS : FEW_ROWS;
   using Reader = Group<KIND>;
 
   const uint8_t* panel;
@@ -59,13 +68,14 @@ template <bool WITH_OFFSETS>
 struct InCache {
   static constexpr bool OFFSETS = WITH_OFFSETS;
   static constexpr int ZERO = 0;
+  static constexpr int ROWS = INTEGER_ROWS;
   struct Reader {
     const Unpacked& part;
     long g;
-    TOQUE_MEMBER f32x8 scale(int side) const { return load(part.scales[g] + LANES * side); }
-    TOQUE_MEMBER f32x8 offset(int side) const { return load(part.offsets[g] + LANES * side); }
-    TOQUE_MEMBER i16x16 pair(long p, int side) const {
-      return load_shorts(part.weights[g][p] + PANEL * side);
+    TOQUE_MEMBER floats scale(int side) const { return load(part.scales[g] + LANES * side); }
+    TOQUE_MEMBER floats offset(int side) const { return load(part.offsets[g] + LANES * side); }
+    TOQUE_MEMBER shorts pair(long p, int side) const {
+      return load_shorts(part.weights[g][p] + 2 * LANES * side);
     }
   };
 
@@ -78,49 +88,70 @@ template <Kind KIND>
 inline void unpack(const uint8_t* panel, long first_group, long groups, Unpacked& to) {
   for (long i = 0; i < groups; ++i) {
     const Group<KIND> group(panel, first_group + i);
-    for (int side = 0; side < 2; ++side) {
+    for (int side = 0; side < SIDES; ++side) {
       store(to.scales[i] + LANES * side, group.scale(side));
       store(to.offsets[i] + LANES * side, group.offset(side));
       TOQUE_UNROLL_PAIRS
       for (long p = 0; p < PAIRS; ++p) {
-        const i16x16 q = group.pair(p, side) - (int16_t)zero_point(KIND);
-        memcpy(to.weights[i][p] + PANEL * side, &q, sizeof q);
+        const shorts q = group.pair(p, side) - (int16_t)Group<KIND>::ZERO;
+        memcpy(to.weights[i][p] + 2 * LANES * side, &q, sizeof q);
       }
     }
   }
 }
 
+// The integer sums of a tile.
+template <int ROWS>
+struct Sums32 {
+  ints n[ROWS][SIDES];
+};
+
+template <int ROWS, class Reader>
+TOQUE_INLINE void add_pair(const Reader& group, const int16_t* q, long p, Sums32<ROWS>& to) {
+  shorts weights[SIDES];
+  for (int side = 0; side < SIDES; ++side) {
+    weights[side] = group.pair(p, side);
+    pin(weights[side]);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+    const InputPair input = splat_pair(q + r * GROUP + 2 * p);
+    for (int side = 0; side < SIDES; ++side) {
+      to.n[r][side] = add_pair_products(weights[side], input, to.n[r][side]);
+    }
+  }
+}
+
+template <int ROWS, class Weights>
+TOQUE_INLINE void add_pairs(const typename Weights::Reader& group, const int16_t* q,
+                            Sums32<ROWS>& to) {
+  if constexpr (ROWS <= FEW_ROWS) {
+    TOQUE_UNROLL_PAIRS
+    for (long p = 0; p < PAIRS; ++p) add_pair<ROWS>(group, q, p, to);
+  } else {
+#pragma GCC unroll 2
+    for (long p = 0; p < PAIRS; ++p) add_pair<ROWS>(group, q, p, to);
+  }
+}
+
 // sums[ROWS, PANEL] += `groups` groups, from the first of x and of the weights on.
 template <int ROWS, class Weights>
-inline void add_groups(const Weights& weights, const Activations& x, long groups, float* sums) {
-  for (long g = 0; g < groups; ++g) {
+inline void add_groups(const Weights& weights, Activations x, long groups, float* sums) {
+  for (long g = 0; g < groups; ++g, x = x.from(1, 0)) {
     const typename Weights::Reader group = weights.group(g);
-    i32x8 n[ROWS][2];
+    Sums32<ROWS> to;
     for (int r = 0; r < ROWS; ++r) {
-      const int32_t zero = Weights::ZERO ? -Weights::ZERO * x.sum[r * x.groups() + g] : 0;
-      n[r][0] = n[r][1] = splat_integer(zero);
+      const ints below = splat_integer(Weights::ZERO ? -Weights::ZERO * x.sum[r] : 0);
+      for (int side = 0; side < SIDES; ++side) to.n[r][side] = below;
     }
-    const int16_t* q = x.q + g * GROUP;
-      TOQUE_UNROLL_PAIRS
-    for (long p = 0; p < PAIRS; ++p) {
-      i16x16 left = group.pair(p, 0), right = group.pair(p, 1);
-      pin(left);
-      pin(right);
-#pragma GCC unroll 8
+    add_pairs<ROWS, Weights>(group, x.q, to);
+    for (int side = 0; side < SIDES; ++side) {
+      const floats scale = group.scale(side), offset = group.offset(side);
       for (int r = 0; r < ROWS; ++r) {
-        const i16x16 input = splat_pair(q + r * x.in + 2 * p);
-        n[r][0] = add_pair_products(left, input, n[r][0]);
-        n[r][1] = add_pair_products(right, input, n[r][1]);
-      }
-    }
-    for (int side = 0; side < 2; ++side) {
-      const f32x8 scale = group.scale(side), offset = group.offset(side);
-      for (int r = 0; r < ROWS; ++r) {
-        const long place = r * x.groups() + g;
         float* sum = sums + r * PANEL + LANES * side;
-        f32x8 total = load(sum);
-        total = fma(scale * splat(x.scale[place]), to_floats(n[r][side]), total);
-        if (Weights::OFFSETS) total = fma(offset, splat(x.scaled_sum[place]), total);
+        floats total = load(sum);
+        total = fma(scale * splat(x.scale[r]), to_floats(to.n[r][side]), total);
+        if (Weights::OFFSETS) total = fma(offset, splat(x.scaled_sum[r]), total);
         store(sum, total);
       }
     }
@@ -139,36 +170,29 @@ inline void add_groups_of(const Weights& w, const Activations& x, long rows, lon
 // The last two tiles share their rows evenly, as in tile.h.
 template <class Weights>
 inline void add_rows(const Weights& weights, Activations x, long rows, long groups, float* sums) {
+  constexpr long MOST = Weights::ROWS;
   while (rows > 0) {
-    const long last = rows > INTEGER_ROWS ? (rows + 1) / 2 : rows;
-    const long tile = rows >= 2 * INTEGER_ROWS ? INTEGER_ROWS : last;
-    add_groups_of<INTEGER_ROWS>(weights, x, tile, groups, sums);
-    x = x.from_row(tile);
+    const long last = rows > MOST ? (rows + 1) / 2 : rows;
+    const long tile = rows >= 2 * MOST ? MOST : last;
+    add_groups_of<MOST>(weights, x, tile, groups, sums);
+    x = x.from(0, tile);
     sums += tile * PANEL;
     rows -= tile;
   }
 }
 
-inline Activations from_group(Activations x, long g) {
-  x.q += g * GROUP;
-  x.scale += g;
-  x.scaled_sum += g;
-  x.sum += g;
-  return x;
-}
-
-// sums[rows, PANEL] += x @ panel.
+// sums[rows, PANEL] += x @ panel, of `all` groups.
 template <Kind KIND>
-inline void add_integer_product(const Activations& x, long rows, const uint8_t* panel,
+inline void add_integer_product(const Activations& x, long all, long rows, const uint8_t* panel,
                                 float* sums) {
   Unpacked part;
-  for (long g = 0; g < x.groups(); g += PART_GROUPS) {
-    const long groups = x.groups() - g < PART_GROUPS ? x.groups() - g : PART_GROUPS;
+  for (long g = 0; g < all; g += PART_GROUPS) {
+    const long groups = all - g < PART_GROUPS ? all - g : PART_GROUPS;
     if (rows <= few_rows(KIND)) {
-      add_rows(InPlace<KIND>{panel, g}, from_group(x, g), rows, groups, sums);
+      add_rows(InPlace<KIND>{panel, g}, x.from(g, 0), rows, groups, sums);
     } else {
       unpack<KIND>(panel, g, groups, part);
-      add_rows(InCache<has_offset(KIND)>{part}, from_group(x, g), rows, groups, sums);
+      add_rows(InCache<has_offset(KIND)>{part}, x.from(g, 0), rows, groups, sums);
     }
   }
 }

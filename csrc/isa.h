@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 
@@ -11,35 +12,44 @@ namespace toque {
 
 struct Isa {
   const Kernels* kernels;
-  bool supported;
+  bool supported;     // by this machine
+  const char* needs;  // what one has to have
+
+  std::string name() const { return kernels->name; }
 };
 
-inline Isa avx2_here() {
+// All that were compiled, the best first.
+inline std::vector<Isa> compiled_isas() {
+  std::vector<Isa> all;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  return {&avx2::kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                              __builtin_cpu_supports("f16c")};
-#else
-  return {nullptr, false};
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  all.push_back({&avx512::kernels, avx512, "AVX-512 (F, BW, VL, DQ) with VNNI"});
+  all.push_back({&avx2::kernels, avx2, "AVX2, FMA and F16C"});
 #endif
+  all.push_back({&portable::kernels, true, "nothing"});
+  return all;
 }
 
 // The best that this machine has, or the one that the environment's TOQUE_ISA names. Throws
 // std::invalid_argument if that is unknown or missing here: a benchmark or a test of one path must
 // not measure another.
 inline const Kernels& choose_kernels() {
-  const Isa avx2 = avx2_here();
   const char* wish = std::getenv("TOQUE_ISA");
   const std::string name = wish ? wish : "";
-  if (name.empty()) return avx2.supported ? *avx2.kernels : portable::kernels;
-  if (name == "portable") return portable::kernels;
-  if (name != "avx2") {
-    throw std::invalid_argument("TOQUE_ISA=" + name + " is unknown: use avx2 or portable");
+  std::string names;
+  for (const Isa& isa : compiled_isas()) {
+    if (name.empty() ? isa.supported : name == isa.name()) {
+      if (isa.supported) return *isa.kernels;
+      throw std::invalid_argument("TOQUE_ISA=" + name + ", but this machine has no " + isa.needs);
+    }
+    names += (names.empty() ? "" : ", ") + isa.name();
   }
-  if (!avx2.supported) {
-    throw std::invalid_argument("TOQUE_ISA=avx2, but this machine has no AVX2, FMA and F16C");
-  }
-  return *avx2.kernels;
+  throw std::invalid_argument("TOQUE_ISA=" + name + " is unknown: use one of " + names);
 }
 
 }  // namespace toque

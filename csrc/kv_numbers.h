@@ -1,4 +1,4 @@
-// Keys and values as the numbers that pages hold: reading and writing eight at a time.
+// Keys and values as the numbers that pages hold: reading and writing LANES at a time.
 //
 //     E4M3:   | sign | 4 exponent, bias 7 | 3 fraction |    largest 448, all ones is NaN
 //     I8:     an integer of -127..127 times the scale of its group
@@ -14,7 +14,7 @@ namespace TOQUE_ISA {
 
 // The integers of I8 without their scale.
 template <KvType TYPE>
-TOQUE_INLINE f32x8 load_numbers(const uint8_t* from) {
+TOQUE_INLINE floats load_numbers(const uint8_t* from) {
   if constexpr (TYPE == KvType::F32) return load((const float*)from);
   if constexpr (TYPE == KvType::F16) return load((const half*)from);
   if constexpr (TYPE == KvType::BF16) return load_bfloats(from);
@@ -22,45 +22,46 @@ TOQUE_INLINE f32x8 load_numbers(const uint8_t* from) {
   if constexpr (TYPE == KvType::E4M3) {
     // Subnormal ones are multiples of 2^-9. Not by way of subnormal floats: those take the processor
     // a hundred cycles.
-    const i32x8 bits = widen_bytes<uint8_t>(from), code = bits & 0x7f;
-    const f32x8 normal = (f32x8)((code << 20) + (120 << 23)), small = to_floats(code) * splat(0x1p-9f);
-    const i32x8 size = code < 8 ? (i32x8)small : (i32x8)normal;
-    return (f32x8)((code == 0x7f ? splat_integer(0x7fc00000) : size) | (bits & 0x80) << 24);
+    const ints bits = widen_bytes<uint8_t>(from), code = bits & 0x7f;
+    const floats normal = (floats)((code << 20) + (120 << 23));
+    const floats small = to_floats(code) * splat(0x1p-9f);
+    const ints size = code < 8 ? (ints)small : (ints)normal;
+    return (floats)((code == 0x7f ? splat_integer(0x7fc00000) : size) | (bits & 0x80) << 24);
   }
 }
 
 // To the nearest number, ties to the even one; beyond the largest the largest, but NaN for
 // infinities and NaN: a model that overflows must fail and not go on with 448.
-TOQUE_INLINE i32x8 to_e4m3(f32x8 x) {
-  const i32x8 bits = (i32x8)x & 0x7fffffff;
-  const f32x8 size = (f32x8)bits;
-  const i32x8 normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+TOQUE_INLINE ints to_e4m3(floats x) {
+  const ints bits = (ints)x & 0x7fffffff;
+  const floats size = (floats)bits;
+  const ints normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
   // Below 2^-6 the numbers are the multiples of 2^-9, which is the last bit of 2^14.
-  const i32x8 small = (i32x8)(size + splat(0x1p14f)) - (i32x8)splat(0x1p14f);
-  i32x8 code = size < splat(0x1p-6f) ? small : normal;
+  const ints small = (ints)(size + splat(0x1p14f)) - (ints)splat(0x1p14f);
+  ints code = size < splat(0x1p-6f) ? small : normal;
   code = size > splat(448) ? splat_integer(0x7e) : code;
   code = bits >= splat_integer(0x7f800000) ? splat_integer(0x7f) : code;
-  return code | ((i32x8)x >> 24 & 0x80);
+  return code | ((ints)x >> 24 & 0x80);
 }
 
 // To the nearest, ties to even; NaN stays one.
-TOQUE_INLINE i32x8 to_bfloat(f32x8 x) {
-  const i32x8 bits = (i32x8)x;
-  const i32x8 rounded = bits + 0x7fff + (bits >> 16 & 1);
+TOQUE_INLINE ints to_bfloat(floats x) {
+  const ints bits = (ints)x;
+  const ints rounded = bits + 0x7fff + (bits >> 16 & 1);
   return (x == x ? rounded : bits | 0x400000) >> 16 & 0xffff;
 }
 
 template <KvType TYPE>
-TOQUE_INLINE void store_numbers(uint8_t* to, f32x8 x) {
+TOQUE_INLINE void store_numbers(uint8_t* to, floats x) {
   if constexpr (TYPE == KvType::F32) store((float*)to, x);
   if constexpr (TYPE == KvType::F16) store((half*)to, x);
   if constexpr (TYPE == KvType::BF16) {
-    const u16x8 narrow = __builtin_convertvector(to_bfloat(x), u16x8);
+    const few_ushorts narrow = __builtin_convertvector(to_bfloat(x), few_ushorts);
     memcpy(to, &narrow, sizeof narrow);
   }
   if constexpr (TYPE == KvType::E4M3 || TYPE == KvType::I8) {
-    const i32x8 numbers = TYPE == KvType::I8 ? to_nearest(x) : to_e4m3(x);
-    const u8x8 narrow = __builtin_convertvector(numbers, u8x8);
+    const ints numbers = TYPE == KvType::I8 ? to_nearest(x) : to_e4m3(x);
+    const few_ubytes narrow = __builtin_convertvector(numbers, few_ubytes);
     memcpy(to, &narrow, sizeof narrow);
   }
 }

@@ -64,9 +64,10 @@ static void multiply(const Inputs& in, long row, long rows, const Packed& w, lon
   memset(&sums, 0, rows * sizeof sums.at[0]);
   const uint8_t* weights = w.data + panel * panel_bytes(w.kind, w.in);
   if (is_float(w.kind)) return add_float_product(in, row, rows, w.kind, weights, sums);
-  const Activations x = in.quantized.from_row(row);
+  const Activations x = in.quantized.from(0, row);
   with_kind(w.kind, [&](auto constant) {
-    add_integer_product<decltype(constant)::kind>(x, rows, weights, sums.at[0]);
+    add_integer_product<decltype(constant)::kind>(x, in.in / GROUP, rows, weights,
+                                                  sums.at[0]);
   });
 }
 
@@ -131,7 +132,7 @@ void linear(Pool& pool, const Input& input, const Product* products, int count) 
 
 static void silu_times(float* gate, const float* up) {
   for (long i = 0; i < PANEL; i += LANES) {
-    const f32x8 g = load(gate + i);
+    const floats g = load(gate + i);
     store(gate + i, g / (splat(1) + exp(-g)) * load(up + i));
   }
 }

@@ -18,18 +18,41 @@ static void put_bytes(const GroupRows& rows, uint8_t* payload) {
   }
 }
 
-// Nibbles of input k and output r: see layout.h.
+// The lowest four bits of each, four pairs in a word: see layout.h.
 static void put_nibbles(const GroupRows& rows, uint8_t* payload) {
   for (long r = 0; r < PANEL; ++r) {
     for (long k = 0; k < GROUP; k += 8) {
       const int8_t* q = rows.q[r] + k;
       uint16_t words[2];
       for (int odd = 0; odd < 2; ++odd) {
-        words[odd] = (uint16_t)(q[odd] | q[odd + 2] << 4 | q[odd + 4] << 8 | q[odd + 6] << 12);
+        words[odd] = (uint16_t)((q[odd] & 15) | (q[odd + 2] & 15) << 4 | (q[odd + 4] & 15) << 8 |
+                                (q[odd + 6] & 15) << 12);
       }
-      memcpy(payload + k / 8 * 64 + r / 8 * 32 + r % 8 * 4, words, sizeof words);
+      memcpy(payload + k / 8 * 64 + 4 * r, words, sizeof words);
     }
   }
+}
+
+// What stands above the nibbles, BITS of each, after one another in the words of planes.
+template <int BITS>
+static void put_planes(const GroupRows& rows, uint8_t* planes) {
+  constexpr long PER_PLANE = 2 * 16 / BITS;  // inputs
+  for (long r = 0; r < PANEL; ++r) {
+    for (long k = 0; k < GROUP; k += PER_PLANE) {
+      uint16_t words[2] = {};
+      for (long i = 0; i < PER_PLANE; ++i) {
+        words[i % 2] |= (uint16_t)(rows.q[r][k + i] >> 4 << BITS * (i / 2));
+      }
+      memcpy(planes + k / PER_PLANE * PLANE_BYTES + 4 * r, words, sizeof words);
+    }
+  }
+}
+
+template <Kind KIND>
+static void put_payload(const GroupRows& rows, uint8_t* payload) {
+  if constexpr (!has_nibbles(KIND)) return put_bytes(rows, payload);
+  put_nibbles(rows, payload);
+  if constexpr (high_bits(KIND) > 0) put_planes<high_bits(KIND)>(rows, payload + NIBBLES_BYTES);
 }
 
 template <Kind KIND>
@@ -58,8 +81,7 @@ static void put_record(const uint8_t* const (&blocks)[PANEL], uint8_t* record) {
         group[PANEL + r] = s.second;
       }
     }
-    uint8_t* payload = group + scales_bytes(KIND);
-    has_nibbles(KIND) ? put_nibbles(rows, payload) : put_bytes(rows, payload);
+    put_payload<KIND>(rows, group + scales_bytes(KIND));
   }
 }
 

@@ -10,15 +10,15 @@ namespace TOQUE_ISA {
 
 // 1 / sqrt(mean(x^2) + eps). Lane i of the sums gets elements i, i + 16, i + 32, ...
 static float inverse_rms(const float* x, long count, float eps) {
-  f32x8 even = splat(0), odd = splat(0);
+  floats even = splat(0), odd = splat(0);
   long i = 0;
   for (; i + 2 * LANES <= count; i += 2 * LANES) {
-    const f32x8 a = load(x + i), b = load(x + i + LANES);
+    const floats a = load(x + i), b = load(x + i + LANES);
     even = fma(a, a, even);
     odd = fma(b, b, odd);
   }
   for (; i < count; i += LANES) {
-    const f32x8 a = load_first(x + i, count - i < LANES ? count - i : LANES);
+    const floats a = load_first(x + i, count - i < LANES ? count - i : LANES);
     even = fma(a, a, even);
   }
   return 1.0f / sqrtf(sum(even + odd) / (float)count + eps);

@@ -1,7 +1,7 @@
 // The inner loop of every product: a few rows times a panel of sixteen columns.
 //
-//                 panel  [depth, 16]              Each of the rows * 2 sums stays in a register and
-//               k | . . . . . . . . |             gets one multiply-add per step k, in the order
+//                 panel  [depth, 16]              The sums stay in registers, and each gets one
+//               k | . . . . . . . . |             multiply-add per step k, in the order
 //    rows         | . . . . . . . . |             k = 0, 1, 2, ... A sum therefore never depends on
 //    [rows, k]    | . . . . . . . . |             which other rows share the tile: a tile of one
 //    | . . . . |  | s s s s s s s s |             row and a tile of six give the same bits.
@@ -14,8 +14,10 @@
 namespace toque {
 namespace TOQUE_ISA {
 
-// As many rows as keep all sums, the panel's two vectors and one input in registers.
-#if defined(TOQUE_HAS_AVX2)
+// As many rows as keep all sums, the panel's vectors and one input in registers.
+#if defined(TOQUE_HAS_AVX512)
+constexpr int TILE_ROWS = 12;  // 12 + 1 of 32 registers, or twice that for two panels
+#elif defined(TOQUE_HAS_AVX2)
 constexpr int TILE_ROWS = 6;  // 12 + 2 + 1 of 16 registers
 #elif defined(__aarch64__)
 constexpr int TILE_ROWS = 4;  // a vector takes two registers: 16 + 4 + 1 of 32
@@ -36,25 +38,29 @@ struct TileArgs {
 
 template <int ROWS, bool FRESH>
 inline void add_tile(const TileArgs& t) {
-  f32x8 acc[ROWS][2];
-  for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = splat(0);
+  floats acc[ROWS][SIDES];
+  for (int r = 0; r < ROWS; ++r) {
+    for (int v = 0; v < SIDES; ++v) acc[r][v] = splat(0);
+  }
   const float* x = t.x;
   const float* panel = t.panel;
   for (long k = 0; k < t.depth; ++k, ++x, panel += t.panel_stride) {
-    f32x8 left = load(panel), right = load(panel + LANES);
-    pin(left);
-    pin(right);
-#pragma GCC unroll 8
+    floats column[SIDES];
+    for (int v = 0; v < SIDES; ++v) {
+      column[v] = load(panel + v * LANES);
+      pin(column[v]);
+    }
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      const f32x8 input = splat(x[r * t.x_stride]);
-      acc[r][0] = fma(input, left, acc[r][0]);
-      acc[r][1] = fma(input, right, acc[r][1]);
+      const floats input = splat(x[r * t.x_stride]);
+      for (int v = 0; v < SIDES; ++v) acc[r][v] = fma(input, column[v], acc[r][v]);
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    float* sums = t.sums + r * t.sums_stride;
-    store(sums, FRESH ? acc[r][0] : load(sums) + acc[r][0]);
-    store(sums + LANES, FRESH ? acc[r][1] : load(sums + LANES) + acc[r][1]);
+    for (int v = 0; v < SIDES; ++v) {
+      float* sums = t.sums + r * t.sums_stride + v * LANES;
+      store(sums, FRESH ? acc[r][v] : load(sums) + acc[r][v]);
+    }
   }
 }
 
@@ -68,7 +74,9 @@ inline void add_tile_of(const TileArgs& t, long rows) {
 
 // A tile of few rows waits for each multiply-add before the next of the same sum, so that two panels
 // side by side are as fast as one. As many rows as keep the sums of both in registers.
-#if defined(TOQUE_HAS_AVX2)
+#if defined(TOQUE_HAS_AVX512)
+constexpr int WIDE_ROWS = 12;  // 24 + 1 + 1 of 32 registers
+#elif defined(TOQUE_HAS_AVX2)
 constexpr int WIDE_ROWS = 3;  // 12 + 3 + 1 of 16 registers
 #else
 constexpr int WIDE_ROWS = 0;
@@ -77,29 +85,42 @@ constexpr int WIDE_ROWS = 0;
 // The panel at `panel` and the one `gap` floats after it, into neighbouring columns.
 template <int ROWS, bool FRESH>
 inline void add_wide_tile(const TileArgs& t, long gap) {
-  f32x8 acc[ROWS][4];
+  constexpr int VECTORS = 2 * SIDES;
+  floats acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; ++r) {
-    for (int v = 0; v < 4; ++v) acc[r][v] = splat(0);
+    for (int v = 0; v < VECTORS; ++v) acc[r][v] = splat(0);
   }
   const float* x = t.x;
   const float* panel = t.panel;
   for (long k = 0; k < t.depth; ++k, ++x, panel += t.panel_stride) {
-    f32x8 input[ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      input[r] = splat(x[r * t.x_stride]);
-      pin(input[r]);
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      f32x8 column = load(panel + v % 2 * LANES + v / 2 * gap);
-      pin(column);
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(input[r], column, acc[r][v]);
+    // The fewer of both, columns or inputs, wait in registers for the others.
+    if constexpr (ROWS < VECTORS) {
+      floats input[ROWS];
+      for (int r = 0; r < ROWS; ++r) {
+        input[r] = splat(x[r * t.x_stride]);
+        pin(input[r]);
+      }
+      for (int v = 0; v < VECTORS; ++v) {
+        floats column = load(panel + v % SIDES * LANES + v / SIDES * gap);
+        pin(column);
+        for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(input[r], column, acc[r][v]);
+      }
+    } else {
+      floats column[VECTORS];
+      for (int v = 0; v < VECTORS; ++v) {
+        column[v] = load(panel + v % SIDES * LANES + v / SIDES * gap);
+        pin(column[v]);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        floats input = splat(x[r * t.x_stride]);
+        pin(input);
+        for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(input, column[v], acc[r][v]);
+      }
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    for (int v = 0; v < 4; ++v) {
+    for (int v = 0; v < VECTORS; ++v) {
       float* sums = t.sums + r * t.sums_stride + v * LANES;
       store(sums, FRESH ? acc[r][v] : load(sums) + acc[r][v]);
     }

@@ -1,6 +1,6 @@
 // From the numbers in pages to the floats that attention multiplies.
 //
-// Keys lie [dim, block_size] in a page: eight neighbouring ones are eight neighbouring numbers of
+// Keys lie [dim, block_size] in a page: LANES neighbouring ones are as many neighbouring numbers of
 // each dimension, which is the panel that tile.h wants, without transposing.
 #pragma once
 
@@ -29,7 +29,7 @@ class PageWalk {
   template <KvType TYPE>
   TOQUE_MEMBER void take_keys(long count, float* panel) {
     for (long k = 0; k < PANEL; k += LANES) {
-      if (k < count) take_eight<TYPE>(count - k < LANES ? count - k : LANES, panel + k);
+      if (k < count) take_lanes<TYPE>(count - k < LANES ? count - k : LANES, panel + k);
     }
   }
 
@@ -87,22 +87,22 @@ class PageWalk {
   }
 
   template <KvType TYPE>
-  TOQUE_MEMBER void take_eight(long count, float* panel) {
+  TOQUE_MEMBER void take_lanes(long count, float* panel) {
     const uint8_t* page = pages_.keys(*page_, head_);
     if (pages_.block_size % LANES == 0) {
       constexpr long BYTES = number_bytes(TYPE);
       const uint8_t* scales = page + scales_at_ + offset_ * SCALE_BYTES;
-      widen_eight<TYPE>(page + offset_ * BYTES, pages_.block_size * BYTES, scales,
+      widen_lanes<TYPE>(page + offset_ * BYTES, pages_.block_size * BYTES, scales,
                         pages_.block_size * SCALE_BYTES, panel);
       if (count == LANES) advance(LANES);
     } else {
-      gather_eight<TYPE>(count, panel);
+      gather_lanes<TYPE>(count, panel);
     }
   }
 
-  // Pages whose size is no multiple of eight: number by number.
+  // Pages whose size is no multiple of LANES: number by number.
   template <KvType TYPE>
-  void gather_eight(long count, float* panel) {
+  void gather_lanes(long count, float* panel) {
     constexpr long BYTES = number_bytes(TYPE);
     const uint8_t* keys[LANES] = {};
     const uint8_t* scales[LANES] = {};
@@ -113,30 +113,30 @@ class PageWalk {
       advance(1);
     }
     for (long d = 0; d < pages_.dim; ++d, panel += PANEL) {
-      uint8_t numbers[LANES * BYTES] = {}, eight_scales[LANES * SCALE_BYTES] = {};
+      uint8_t numbers[LANES * BYTES] = {}, their_scales[LANES * SCALE_BYTES] = {};
       const long group = d / SCALE_GROUP;
       for (long i = 0; i < count; ++i) {
         memcpy(numbers + i * BYTES, keys[i] + d * pages_.block_size * BYTES, BYTES);
         if constexpr (TYPE == KvType::I8) {
-          memcpy(eight_scales + i * SCALE_BYTES,
+          memcpy(their_scales + i * SCALE_BYTES,
                  scales[i] + group * pages_.block_size * SCALE_BYTES, SCALE_BYTES);
         }
       }
-      f32x8 x = load_numbers<TYPE>(numbers);
-      if constexpr (TYPE == KvType::I8) x = x * load_bfloats(eight_scales);
+      floats x = load_numbers<TYPE>(numbers);
+      if constexpr (TYPE == KvType::I8) x = x * load_bfloats(their_scales);
       store(panel, x);
     }
   }
 
   template <KvType TYPE>
-  TOQUE_MEMBER void widen_eight(const uint8_t* from, long stride, const uint8_t* scales,
+  TOQUE_MEMBER void widen_lanes(const uint8_t* from, long stride, const uint8_t* scales,
                                 long scale_stride, float* panel) const {
     for (long d = 0; d < pages_.dim; scales += scale_stride) {
       const long end = TYPE != KvType::I8 || pages_.dim - d < SCALE_GROUP ? pages_.dim
                                                                           : d + SCALE_GROUP;
-      const f32x8 scale = TYPE == KvType::I8 ? load_bfloats(scales) : splat(1);
+      const floats scale = TYPE == KvType::I8 ? load_bfloats(scales) : splat(1);
       for (; d < end; ++d, from += stride, panel += PANEL) {
-        f32x8 x = load_numbers<TYPE>(from);
+        floats x = load_numbers<TYPE>(from);
         if constexpr (TYPE == KvType::I8) x = x * scale;
         store(panel, x);
       }
@@ -158,7 +158,7 @@ class PageWalk {
   }
 
   template <KvType TYPE>
-  TOQUE_INLINE f32x8 scaled(f32x8 numbers, const uint8_t* scales, long d) {
+  TOQUE_INLINE floats scaled(floats numbers, const uint8_t* scales, long d) {
     if constexpr (TYPE != KvType::I8) return numbers;
     return numbers * splat(bfloat_at(scales + d / SCALE_GROUP * SCALE_BYTES));
   }
@@ -197,9 +197,9 @@ static inline void add_bias(const Attention& a, const float* steps, long positio
     turned[i + pairs] = bias[i + pairs] * cos[i] + bias[i] * sin[i];
   }
   for (long i = 0; i < pairs; ++i) {
-    const f32x8 first = splat(turned[i]), second = splat(turned[i + pairs]);
+    const floats first = splat(turned[i]), second = splat(turned[i + pairs]);
     for (long j = 0; j < PANEL; j += LANES) {
-      const f32x8 c = load(steps + i * PANEL + j), s = load(steps + (pairs + i) * PANEL + j);
+      const floats c = load(steps + i * PANEL + j), s = load(steps + (pairs + i) * PANEL + j);
       float* low = panel + i * PANEL + j;
       float* high = panel + (i + pairs) * PANEL + j;
       store(low, fma(splat(-1) * second, s, fma(first, c, load(low))));

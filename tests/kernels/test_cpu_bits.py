@@ -22,7 +22,7 @@ from tests.kernels.cases import (
     stored,
 )
 from toque.kernels.api import Floats, RopeTable, RotatedBias
-from toque.kernels.cpu import CpuOps
+from toque.kernels.cpu import CpuOps, _native
 from toque.kernels.ref import pages
 from toque.kernels.ref.dequantize import KINDS
 from toque.types import StoredTensor
@@ -164,16 +164,7 @@ def test_attention_does_not_depend_on_page_size(dtype: str) -> None:
     assert len(outs) == 1
 
 
-def machine_has_avx2() -> bool:
-    try:
-        with open("/proc/cpuinfo") as info:
-            return " avx2 " in info.read()
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(not machine_has_avx2(), reason="only the portable path can run here")
-@pytest.mark.parametrize("isa", ["avx2", "portable"])
+@pytest.mark.parametrize("isa", _native.ISAS)
 def test_every_instruction_set_passes_these_tests(isa: str) -> None:
     """This file and three others of its folder, in a process that TOQUE_ISA tells what to use."""
     if os.environ.get("TOQUE_ISA"):

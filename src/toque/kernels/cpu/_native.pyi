@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from toque.kernels.api import Floats, Ints
 
 LAYOUT: int  # of `Matrix.packed`: bytes that were packed under another number are not these
+ISAS: tuple[str, ...]  # instruction sets that were compiled and that this machine has, best first
 
 class Matrix:
     """A weight matrix [out, in], packed as csrc/layout.h draws it. Immutable."""
