@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bind_program.h"
+#include "bind_sample.h"
 #include "check.h"
 #include "isa.h"
 #include "matrix.h"
@@ -203,6 +204,24 @@ class Backend {
     without_gil([&](Pool& pool) { recording.run(kernels_, pool, step, result.data()); });
   }
 
+  nb::list sample(Rows logits, nb::list samplers, nb::list positions, nb::list masks) const {
+    const std::vector<Wanted> rows = checked_rows(logits, samplers, positions, masks);
+    std::vector<Chosen> chosen;
+    without_gil([&](Pool& pool) {
+      toque::sample(kernels_, pool, rows, size_of(logits, 1), chosen);
+    });
+    return to_python(chosen);
+  }
+
+  nb::list score(Rows logits, nb::list targets, long num_top) const {
+    const std::vector<Token> tokens = checked_targets(logits, targets);
+    std::vector<std::optional<Logprobs>> scores;
+    without_gil([&](Pool& pool) {
+      toque::score(kernels_, pool, logits.data(), size_of(logits, 1), tokens, num_top, scores);
+    });
+    return to_python(scores);
+  }
+
  private:
   static Product checked_product(const Rows& x, const Matrix& weight,
                                  const std::optional<Vector>& bias, const OutRows& result) {
@@ -285,7 +304,9 @@ static void bind_backend(nb::module_& module) {
            array("result"))
       .def("run", &Backend::run, "recording"_a, array("ids"), array("positions"),
            array("chunk_starts"), array("context_lens"), array("page_table"), array("write_at"),
-           array("output_rows"), array("result"));
+           array("output_rows"), array("result"))
+      .def("sample", &Backend::sample, array("logits"), "samplers"_a, "positions"_a, "masks"_a)
+      .def("score", &Backend::score, array("logits"), "targets"_a, "num_top"_a);
 }
 
 }  // namespace toque
@@ -297,5 +318,6 @@ NB_MODULE(_native, module) {
   module.attr("ISAS") = toque::isas_here();
   toque::bind_matrix(module);
   toque::bind_program(module);
+  toque::bind_sample(module);
   toque::bind_backend(module);
 }

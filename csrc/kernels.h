@@ -90,6 +90,9 @@ struct Attention {
   RotatedBias bias;
 };
 
+// Logits that sampling looks at together: of each block it knows the largest.
+constexpr long SAMPLE_BLOCK = 256;
+
 struct Kernels {
   const char* name;
   void (*dequantize)(Pool&, const StoredRows&, float* result);
@@ -102,6 +105,11 @@ struct Kernels {
   void (*rope_write)(Pool&, const RopeWrite&);
   void (*attention)(Pool&, const Attention&, float* scratch);
   long (*attention_scratch)(const Attention&, int threads);  // floats
+  // The largest of each block of x; false if any is NaN, and then they are not to be used.
+  bool (*block_maxima)(const float* x, long count, float* maxima);
+  // The sum of e^((x - top) * inverse_temperature), which are written to `weights` unless null.
+  double (*weigh)(const float* x, long count, float top, double inverse_temperature,
+                  double* weights);
 };
 
 // Query rows (tokens x heads of one KV head) that attention takes through the keys together.

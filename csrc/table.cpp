@@ -14,13 +14,15 @@ void gate_up_silu(Pool&, const Input&, const Product&, const Product&);
 void rope_write(Pool&, const RopeWrite&);
 void attention(Pool&, const Attention&, float*);
 long scratch_floats(const Attention&, int);
+bool block_maxima(const float*, long, float*);
+double weigh(const float*, long, float, double, double*);
 
 #define TOQUE_TEXT(name) TOQUE_TEXT_OF(name)
 #define TOQUE_TEXT_OF(name) #name
 
 extern const Kernels kernels{TOQUE_TEXT(TOQUE_ISA), dequantize, pack,         embed,
                              rms_norm,              linear,     gate_up_silu, rope_write,
-                             attention,             scratch_floats};
+                             attention,             scratch_floats, block_maxima, weigh};
 
 }  // namespace TOQUE_ISA
 }  // namespace toque

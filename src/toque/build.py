@@ -120,7 +120,7 @@ def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
     pages = -(-tokens // options.block_size)
     specs = loaded.model.kv_specs(kv_dtype(options))
     kv = loaded.ops.kv_pages(specs, pages, options.block_size)
-    worker = Worker(Program(loaded.model), DeviceState(1, pages, kv))
+    worker = Worker(Program(loaded.model), DeviceState(1, pages, kv, loaded.ops.sampler(1)))
     return measure_prefill(worker, tokens, options.block_size)
 
 
@@ -140,7 +140,8 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
         end_token_ids=frozenset(end_ids),
     )
     cache = CacheManager(config.total_pages, config.block_size, config.enable_prefix_caching)
-    state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv)
+    sampler = loaded.ops.sampler(config.max_num_seqs)
+    state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv, sampler)
     scheduler = Scheduler(limits, cache, POLICIES[config.scheduling_policy]())
     grammars = Grammars()
     known = known_tokens(loaded.checkpoint, spec.vocab_size)

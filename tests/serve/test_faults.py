@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from tests.serve.fakes import FakeEngine, wait_for
 from tests.serve.fakes import serving as serving_fake
 from tests.serve.live import Live, serving
+from toque.kernels.ref.sampler import RowSampler
 from toque.metrics import Metrics
 from toque.serve.tokenizer import _sentencepiece_bytes
 from toque.types import Counters, Logprob, Request, RowSetup, SamplingParams, StepReport, ToEngine
-from toque.worker.sampler import RowSampler
 
 TESTS = Path(__file__).resolve().parents[1]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

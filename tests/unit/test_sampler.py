@@ -15,9 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from toque.kernels.ref.rng import philox, uniform
+from toque.kernels.ref.sampler import RowSampler, draw, logprob_of, top_ids
 from toque.types import RowSetup, SamplingParams
-from toque.worker.rng import philox, uniform
-from toque.worker.sampler import RowSampler, draw, logprob_of, top_ids
 
 VOCAB = 50
 

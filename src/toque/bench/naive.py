@@ -302,7 +302,7 @@ def scratch_state(engine: Engine, rows: int, pages_per_row: int) -> DeviceState:
     kv = ops.kv_pages(
         model.kv_specs(config.kv_cache_dtype), rows * pages_per_row, config.block_size
     )
-    return DeviceState(rows, pages_per_row, kv)
+    return DeviceState(rows, pages_per_row, kv, ops.sampler(rows))
 
 
 def greedy_row(row: int, num_prompt: int, pages: tuple[int, ...]) -> RowSetup:

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from toque.types import StoredTensor
+from toque.types import Logprob, RowSetup, Sampled, StoredTensor, TokenId
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -152,6 +152,36 @@ class Recorded(Protocol):
         next run."""
 
 
+Mask = NDArray[np.uint32]  # [words]: token i is allowed where bit i % 32 of word i // 32 is set
+
+NOT_NUMBERS = "the model produced logits that are not numbers"
+NOTHING_LEFT = "the request forbids every token that could follow"
+
+
+class Sampler(Protocol):
+    """From rows of logits to tokens. A row's choice is a function of its logits, parameters,
+    history, seed, choice, position and mask alone; ties go to the lower id."""
+
+    def set_up(self, setup: RowSetup) -> None:
+        """A sequence takes the row setup.row; what was there is forgotten."""
+
+    def sample(
+        self,
+        logits: Floats,  # [n, vocab]
+        rows: Sequence[int],  # of the worker's state; n different ones
+        positions: Sequence[int],  # at which each row's token will stand
+        masks: Sequence[Mask | None],  # what has no bit set, or lies beyond the end, is forbidden
+    ) -> list[Sampled]:
+        """One entry per row, in order: its token, or the reason why it failed. A token that was
+        chosen counts for the row's penalties from then on."""
+
+    def score(
+        self, logits: Floats, targets: Sequence[TokenId], num_top: int
+    ) -> list[Logprob | None]:
+        """Logprobs of given tokens, one per row of logits [n, vocab], and of the `num_top` best;
+        None where the logits are not numbers. Changes nothing."""
+
+
 class Ops(Protocol):
     """See the module's docstring for the contract that holds for all of them."""
 
@@ -212,6 +242,9 @@ class Ops(Protocol):
         included (they have been written): [tokens, heads * head_dim]. Query head h uses KV head
         h // (heads / kv_heads) (grouped-query attention, arXiv:2305.13245). `left_out` is added to
         every key: what `qkv_rope_write` did not write (`QKV.bias_left_out`)."""
+
+    def sampler(self, num_rows: int) -> Sampler:
+        """For the rows 0 .. num_rows - 1 of a worker's state."""
 
     def output_rows(self, x: Floats, batch: ForwardBatch) -> Floats:
         """Rows batch.output_rows of x: [tokens, n] -> [outputs, n]."""

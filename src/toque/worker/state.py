@@ -1,6 +1,6 @@
 """What the worker keeps per row between steps, and the pages of the KV pool.
 
-Owns: KV pages, page tables, last sampled tokens, sampling state, pools. Knows: StepPlan.
+Owns: KV pages, page tables, last sampled tokens, the sampler, pools. Knows: StepPlan.
 Does not know: which page belongs to whom (the plan says), or when a sequence ends.
 """
 
@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from toque.kernels.api import Ints, LayerKV
+from toque.kernels.api import Ints, LayerKV, Sampler
 from toque.types import Chunk, RowSetup, StepPlan
 from toque.worker.pooling import StatePool
-from toque.worker.sampler import RowSampler
 
 
 class DeviceState:
-    def __init__(self, num_rows: int, max_pages_per_row: int, kv: list[LayerKV]) -> None:
+    def __init__(
+        self, num_rows: int, max_pages_per_row: int, kv: list[LayerKV], sampler: Sampler
+    ) -> None:
         self.kv = kv
         self.block_size = kv[0].block_size
         self.page_table: Ints = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
         self.num_pages = np.zeros(num_rows, dtype=np.int32)  # [rows]
         self.last_token = np.zeros(num_rows, dtype=np.int32)  # [rows]
-        self.samplers: list[RowSampler | None] = [None] * num_rows
+        self.prompt_logprobs = [0] * num_rows  # how many alternatives a scored token reports
+        self.sampler = sampler
         self.pools: list[StatePool] = [StatePool() for _ in range(num_rows)]
 
     def apply(self, plan: StepPlan) -> None:
@@ -35,7 +37,8 @@ class DeviceState:
     def _set_up(self, setup: RowSetup) -> None:
         self.num_pages[setup.row] = 0
         self._append_pages(setup.row, setup.pages)
-        self.samplers[setup.row] = RowSampler(setup)
+        self.prompt_logprobs[setup.row] = setup.sampling.prompt_logprobs or 0
+        self.sampler.set_up(setup)
         self.pools[setup.row] = StatePool()
 
     def _append_pages(self, row: int, pages: tuple[int, ...]) -> None:

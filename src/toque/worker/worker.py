@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from toque.errors import EngineError, ToqueError
-from toque.kernels.api import Floats, ForwardBatch, LayerKV
+from toque.kernels.api import NOT_NUMBERS, Floats, ForwardBatch, LayerKV, Mask
 from toque.types import (
     Chunk,
     Logprob,
@@ -27,7 +27,6 @@ from toque.types import (
     TokenId,
 )
 from toque.worker.batch import build_batch
-from toque.worker.sampler import Mask, logprob_of
 from toque.worker.state import DeviceState
 
 log = logging.getLogger(__name__)
@@ -112,8 +111,7 @@ class Worker:
         if scoring:
             return self._score_and_sample(chunks, rows)
         self._forget_padding(rows)
-        outputs = [chunk for chunk in chunks if chunk.sample]
-        return [self._sample(chunk, row) for chunk, row in zip(outputs, rows, strict=True)]
+        return self._sample([chunk for chunk in chunks if chunk.sample], rows)
 
     def _score_and_sample(
         self,
@@ -145,7 +143,7 @@ class Worker:
             return [Sampled(row=chunk.row, scores=scores)] if scores else []
         logits = self._model.logits(hidden[targets:])  # [1, vocab]
         self._forget_padding(logits)
-        return [structs.replace(self._sample(chunk, logits[0]), scores=scores)]
+        return [structs.replace(self._sample([chunk], logits)[0], scores=scores)]
 
     def _pool(self, chunk: Chunk, hidden: Floats) -> list[Sampled]:  # [pooled, hidden]
         pool = self._state.pools[chunk.row]
@@ -157,36 +155,53 @@ class Worker:
 
     def _score(self, chunk: Chunk, hidden: Floats) -> tuple[Logprob, ...] | Sampled:
         """Logprobs of the chunk's targets, or its failure. `hidden`: [targets, hidden]."""
-        sampler = self._state.samplers[chunk.row]
-        assert sampler is not None
-        num_top = sampler.params.prompt_logprobs or 0
+        num_top = self._state.prompt_logprobs[chunk.row]
         scores: list[Logprob] = []
         # In blocks: the logits of a whole chunk would be [tokens, vocab], gigabytes.
         for first in range(0, len(chunk.targets), SCORE_ROWS):
             logits = self._model.logits(hidden[first : first + SCORE_ROWS])  # [block, vocab]
             self._forget_padding(logits)
-            if not np.isfinite(logits.max(axis=1)).all():
-                return Sampled(
-                    row=chunk.row, error="the model produced logits that are not numbers"
-                )
-            for row, target in zip(logits, chunk.targets[first:], strict=False):
-                scores.append(logprob_of(row, target, num_top))
+            targets = chunk.targets[first : first + SCORE_ROWS]
+            for score in self._state.sampler.score(logits, targets, num_top):
+                if score is None:
+                    return Sampled(row=chunk.row, error=NOT_NUMBERS)
+                scores.append(score)
         return tuple(scores)
 
-    def _sample(self, chunk: Chunk, logits: Floats) -> Sampled:  # logits: [vocab]
-        sampler = self._state.samplers[chunk.row]
-        assert sampler is not None
+    def _sample(self, chunks: Sequence[Chunk], logits: Floats) -> list[Sampled]:
+        """`logits`: [chunks, vocab]. As in `_compute`: what is wrong with one stays there. Masks
+        may be asked for again, and no sampler has changed if the call for all was refused."""
+        if not chunks:
+            return []
+        rows = [chunk.row for chunk in chunks]
+        positions = [chunk.start + chunk.num_tokens for chunk in chunks]
         try:
-            mask = self._constraints.mask(chunk.row)
-            sampled = sampler.sample(logits, chunk.start + chunk.num_tokens, mask)
-            complete = sampled.error is None and self._constraints.accept(chunk.row, sampled.token)
-        except ToqueError as error:
-            return Sampled(row=chunk.row, error=str(error))
+            masks = [self._constraints.mask(row) for row in rows]
+            sampled = self._state.sampler.sample(logits, rows, positions, masks)
         except Exception as error:
-            log.exception("a sequence failed in sampling")
-            return Sampled(row=chunk.row, error=f"sampling failed: {type(error).__name__}")
-        self._state.last_token[chunk.row] = sampled.token
-        return structs.replace(sampled, row=chunk.row, complete=complete)
+            if len(chunks) == 1:
+                return [_failed(rows[0], error)]
+            apart = zip(chunks, np.split(logits, len(chunks)), strict=True)
+            return [one for chunk, row in apart for one in self._sample([chunk], row)]
+        self._state.last_token[rows] = [entry.token for entry in sampled]
+        return [self._accepted(entry) for entry in sampled]
+
+    def _accepted(self, sampled: Sampled) -> Sampled:
+        """With what its row's constraint says of the token."""
+        if sampled.error is not None:
+            return sampled
+        try:
+            complete = self._constraints.accept(sampled.row, sampled.token)
+        except Exception as error:
+            return _failed(sampled.row, error)
+        return structs.replace(sampled, complete=True) if complete else sampled
+
+
+def _failed(row: int, error: Exception) -> Sampled:
+    if isinstance(error, ToqueError):  # made for the client
+        return Sampled(row=row, error=str(error))
+    log.error("a sequence failed in sampling", exc_info=error)
+    return Sampled(row=row, error=f"sampling failed: {type(error).__name__}")
 
 
 def measure_prefill(worker: Worker, num_tokens: int, block_size: int) -> float:

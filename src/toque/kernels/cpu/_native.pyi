@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from toque.kernels.api import Floats, Ints
+from toque.kernels.api import Floats, Ints, Mask
 
 LAYOUT: int  # of `Matrix.packed`: bytes that were packed under another number are not these
 ISAS: tuple[str, ...]  # instruction sets that were compiled and that this machine has, best first
@@ -114,6 +116,47 @@ class Backend:
         write_at: NDArray[np.int64],
         output_rows: Ints,
         result: Floats,
+    ) -> None: ...
+    def sample(
+        self,
+        logits: Floats,
+        samplers: list[RowSampler | None],
+        positions: list[int],
+        masks: list[Mask | None],
+    ) -> list[tuple[int, int, Logprobs | None]]:
+        """(outcome, token, logprobs) per row; the samplers remember the tokens."""
+
+    def score(self, logits: Floats, targets: list[int], num_top: int) -> list[Logprobs | None]: ...
+
+# chosen, rank, ((token, logprob), ...)
+Logprobs = tuple[float, int, tuple[tuple[int, float], ...]]
+
+def uniform(seed: int, choice: int, position: int) -> float: ...
+
+class RowSampler:
+    """The sampling state of one row."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+        choice: int,
+        repetition_penalty: float,
+        presence_penalty: float,
+        frequency_penalty: float,
+        logit_bias: Sequence[tuple[int, float]],
+        allowed: Sequence[int],
+        never: Sequence[int],
+        spelled: Sequence[Sequence[int]],
+        end_ids: Sequence[int],
+        num_prompt: int,
+        min_tokens: int,
+        logprobs: int | None,
+        history: Sequence[int],
     ) -> None: ...
 
 class Recording:

@@ -28,6 +28,7 @@ from toque.kernels.api import (
 )
 from toque.kernels.cpu import _native
 from toque.kernels.cpu.record import CpuProgram, native
+from toque.kernels.cpu.sampler import CpuSampler
 from toque.kernels.ref.dequantize import check_packed
 from toque.kernels.ref.pages import zero_pages
 from toque.types import StoredTensor
@@ -153,6 +154,9 @@ class CpuOps:
     def output_rows(self, x: Floats, batch: ForwardBatch) -> Floats:
         rows: Floats = x[batch.output_rows]  # [outputs, n]
         return rows
+
+    def sampler(self, num_rows: int) -> CpuSampler:
+        return CpuSampler(self.backend, num_rows)
 
     def record(self, trace: Callable[[Ops, ForwardBatch], Floats]) -> CpuProgram:
         return CpuProgram(self.backend, trace)

@@ -24,6 +24,7 @@ from toque.kernels.api import (
     PagedKV,
     RopeTable,
     RotatedBias,
+    Sampler,
 )
 from toque.kernels.cpu import _native
 from toque.types import StoredTensor
@@ -109,6 +110,9 @@ class Recorder:
 
     def kv_pages(self, specs: Sequence[PagedKV], num_pages: int, block_size: int) -> list[LayerKV]:
         raise NotImplementedError("pages are allocated before a program is recorded")
+
+    def sampler(self, num_rows: int) -> Sampler:
+        raise NotImplementedError("a program ends with logits")
 
     def record(self, trace: Callable[[Ops, ForwardBatch], Floats]) -> CpuProgram:
         raise NotImplementedError("a program cannot be recorded in a program")

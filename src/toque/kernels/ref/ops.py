@@ -26,6 +26,7 @@ from toque.kernels.api import (
 )
 from toque.kernels.ref import pages
 from toque.kernels.ref.dequantize import dequantize
+from toque.kernels.ref.sampler import RefSampler
 from toque.types import StoredTensor
 
 
@@ -107,6 +108,9 @@ class RefOps:
     def output_rows(self, x: Floats, batch: ForwardBatch) -> Floats:
         rows: Floats = x[batch.output_rows]  # [outputs, n]
         return rows
+
+    def sampler(self, num_rows: int) -> RefSampler:
+        return RefSampler(num_rows)
 
     def record(self, trace: Callable[[Ops, ForwardBatch], Floats]) -> Unrecorded:
         return Unrecorded(self, trace)

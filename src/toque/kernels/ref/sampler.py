@@ -1,4 +1,4 @@
-"""From one row of logits to one token.
+"""From one row of logits to one token: `csrc/sample.h`, readable.
 
 Owns: per row, what the penalties need to remember. Knows: SamplingParams. Does not know: batches,
 pages, text. Every choice is a function of (logits, params, history, seed, choice, position) alone.
@@ -9,15 +9,62 @@ Ties always go to the lower token id. Nothing here sorts the whole vocabulary.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
+from toque.kernels.api import NOT_NUMBERS, NOTHING_LEFT, Floats, Mask
+from toque.kernels.ref.rng import uniform
 from toque.types import Logprob, RowSetup, Sampled, SamplingParams, TokenId
-from toque.worker.rng import uniform
+
+log = logging.getLogger(__name__)
+
+LARGEST_INVERSE = 1e200  # of a temperature: leaves only the best, and no difference overflows
 
 Row = NDArray[np.float32]  # [vocab]
 Ids = NDArray[np.int64]
-Mask = NDArray[np.uint32]  # [words]: token i is allowed where bit i % 32 of word i // 32 is set
+
+
+class RefSampler:
+    """An api.Sampler, row by row."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._rows: list[RowSampler | None] = [None] * num_rows
+
+    def set_up(self, setup: RowSetup) -> None:
+        self._rows[setup.row] = RowSampler(setup)
+
+    def sample(
+        self,
+        logits: Floats,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        masks: Sequence[Mask | None],
+    ) -> list[Sampled]:
+        return [
+            self._sample(values, row, position, mask)
+            for values, row, position, mask in zip(logits, rows, positions, masks, strict=True)
+        ]
+
+    def _sample(self, logits: Row, row: int, position: int, mask: Mask | None) -> Sampled:
+        sampler = self._rows[row]
+        assert sampler is not None
+        try:
+            return structs.replace(sampler.sample(logits, position, mask), row=row)
+        except Exception as error:
+            log.exception("a sequence failed in sampling")
+            return Sampled(row=row, error=f"sampling failed: {type(error).__name__}")
+
+    def score(
+        self, logits: Floats, targets: Sequence[TokenId], num_top: int
+    ) -> list[Logprob | None]:
+        return [
+            logprob_of(row, target, num_top) if np.isfinite(row.max()) else None
+            for row, target in zip(logits, targets, strict=True)
+        ]
 
 
 class RowSampler:
@@ -49,10 +96,11 @@ class RowSampler:
         """Choose the token that will stand at `position`. NaN or infinite logits are this row's
         own failure. `mask` forbids what has no bit set in it, and what lies beyond its end."""
         if not np.isfinite(logits.max()):
-            return Sampled(row=-1, error="the model produced logits that are not numbers")
+            return Sampled(row=-1, error=NOT_NUMBERS)
         adjusted = self._adjust(logits, position, mask)
-        if adjusted is not logits and adjusted.max() == -np.inf:
-            return Sampled(row=-1, error="the request forbids every token that could follow")
+        best = adjusted.max()
+        if not np.isfinite(best):
+            return Sampled(row=-1, error=NOTHING_LEFT if best == -np.inf else NOT_NUMBERS)
         params = self.params
         if params.temperature == 0.0:
             token = int(adjusted.argmax())
@@ -124,17 +172,18 @@ def allowed_by(mask: Mask, vocab: int) -> NDArray[np.bool_]:
 
 def draw(logits: Row, params: SamplingParams, u: float) -> TokenId:
     """One token by inverting the cumulative distribution, in order of id, at `u` in [0, 1)."""
-    # The best is at 0 whatever the temperature: a tiny one cannot overflow.
-    scaled = (logits.astype(np.float64) - float(logits.max())) / params.temperature  # [vocab]
-    ids = top_ids(logits, params.top_k) if params.top_k > 0 else None
-    kept = scaled if ids is None else scaled[np.sort(ids)]
-    kept_ids = np.arange(len(scaled)) if ids is None else np.sort(ids)
-    weights = np.exp(kept - kept.max())  # [kept]
+    # The best is at 0 whatever the temperature, and a tiny one cannot overflow.
+    inverse = min(1 / params.temperature, LARGEST_INVERSE)
+    scaled = (logits.astype(np.float64) - float(logits.max())) * inverse  # [vocab]
+    kept_ids = np.arange(len(scaled))
+    if params.top_k > 0:
+        kept_ids = np.sort(top_ids(logits, params.top_k))
+    weights = np.exp(scaled[kept_ids])  # [kept]; 1 for the best
     if params.top_p < 1.0:
-        inside = nucleus(weights, params.top_p)
+        inside = nucleus(logits[kept_ids], weights, params.top_p)
         kept_ids, weights = kept_ids[inside], weights[inside]
     if params.min_p > 0.0:
-        inside = weights >= params.min_p * weights.max()
+        inside = weights >= params.min_p
         kept_ids, weights = kept_ids[inside], weights[inside]
     cumulative = np.cumsum(weights)
     index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
@@ -153,19 +202,23 @@ def top_ids(logits: Row, k: int) -> Ids:
     return ids[np.lexsort((ids, -logits[ids]))]
 
 
-def nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.bool_]:  # [n] -> [n]
+def nucleus(
+    logits: Row,  # [n]
+    weights: NDArray[np.float64],  # [n], in the same order of size
+    top_p: float,
+) -> NDArray[np.bool_]:  # [n]
     """The smallest set of the most probable tokens that reaches top_p (arXiv:1904.09751).
 
-    All tokens below (1 - top_p) / n together hold less than 1 - top_p, so the set is complete
-    before it comes to them: only the others are sorted.
+    All tokens below (1 - top_p) / n of the total hold less than 1 - top_p together, so the set is
+    complete before it comes to them: only the others are sorted.
     """
-    probabilities = weights / weights.sum()
-    bound = 0.5 * (1.0 - top_p) / len(weights)  # half: room for rounding
-    candidates = np.flatnonzero(probabilities >= bound)
-    order = candidates[np.lexsort((candidates, -probabilities[candidates]))]
-    before = np.cumsum(probabilities[order]) - probabilities[order]
+    wanted = top_p * weights.sum()
+    bound = 0.5 * (1.0 - top_p) * weights.sum() / len(weights)  # half: room for rounding
+    candidates = np.flatnonzero(weights >= bound)
+    order = candidates[np.lexsort((candidates, -logits[candidates]))]
+    before = np.concatenate([[0.0], np.cumsum(weights[order])[:-1]])
     inside = np.zeros(len(weights), dtype=np.bool_)
-    inside[order[before < top_p]] = True
+    inside[order[before < wanted]] = True
     inside[order[0]] = True  # top_p = 0 keeps the best one
     return inside
 
