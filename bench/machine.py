@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from toque import __version__
-from toque.kernels import physical_cores, usable_cpus
+from toque.kernels import cpu_model, physical_cores, usable_cpus
 
 
 def describe_machine() -> dict[str, Any]:
@@ -26,13 +25,3 @@ def describe_machine() -> dict[str, Any]:
         # whose threads spin (OpenMP) then loses far more than one whose threads sleep.
         "load_1min": os.getloadavg()[0],
     }
-
-
-def cpu_model() -> str:
-    """The name that Linux gives; the architecture where it gives none (ARM)."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

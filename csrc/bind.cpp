@@ -3,15 +3,18 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "bind_program.h"
 #include "bind_sample.h"
 #include "check.h"
+#include "checksum.h"
 #include "isa.h"
 #include "matrix.h"
 #include "pool.h"
@@ -85,6 +88,30 @@ class Backend {
     require(reinterpret_cast<uintptr_t>(packed.data()) % PACKED_ALIGNMENT == 0,
             "packed bytes must lie on a multiple of 64");
     return std::make_unique<Matrix>(kind, packed, out, in);
+  }
+
+  // XXH64 of parts of a run of bytes; the largest first, so that no thread is left with one.
+  std::vector<uint64_t> checksums(Bytes data, Longs begins, Longs sizes) const {
+    const long parts = size_of(begins, 0);
+    require(size_of(sizes, 0) == parts, "one size per part");
+    for (long i = 0; i < parts; ++i) {
+      const long begin = begins.data()[i], size = sizes.data()[i];
+      require(begin >= 0 && size >= 0 && size <= size_of(data, 0) - begin,
+              "a part lies outside the bytes");
+    }
+    std::vector<long> order(parts);
+    std::iota(order.begin(), order.end(), 0L);
+    std::stable_sort(order.begin(), order.end(), [&](long a, long b) {
+      return sizes.data()[a] > sizes.data()[b];
+    });
+    std::vector<uint64_t> sums(parts);
+    without_gil([&](Pool& pool) {
+      parallel(pool, parts, [&](long place, int) {
+        const long i = order[place];
+        sums[i] = Xxh64::of(data.data() + begins.data()[i], sizes.data()[i]);
+      });
+    });
+    return sums;
   }
 
   void dequantize(const std::string& kind, Bytes data, OutRows result) const {
@@ -286,6 +313,7 @@ static void bind_backend(nb::module_& module) {
       .def("set_threads", &Backend::set_threads, "threads"_a)
       .def("pack", &Backend::pack, "kind"_a, array("data"), "rows"_a, "columns"_a)
       .def("matrix_of", &Backend::matrix_of, "kind"_a, array("packed"), "out"_a, "in_"_a)
+      .def("checksums", &Backend::checksums, array("data"), array("begins"), array("sizes"))
       .def("dequantize", &Backend::dequantize, "kind"_a, array("data"), array("result"))
       .def("embed", &Backend::embed, "table"_a, array("ids"), array("result"))
       .def("rms_norm", &Backend::rms_norm, array("x"), array("weight"), "eps"_a, array("result"))

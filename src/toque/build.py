@@ -24,12 +24,18 @@ from toque.engine import EngineCore
 from toque.files.checkpoint import Checkpoint, open_checkpoint
 from toque.files.end_tokens import end_token_ids
 from toque.files.known_tokens import known_tokens
+from toque.files.rates import RememberedRate
+from toque.files.source_hash import SourceHash, source_files
+from toque.files.weight_cache import WeightCache
 from toque.ipc import EnginePort
-from toque.kernels import select
-from toque.kernels.api import Ops
+from toque.kernels import machine, physical_cores, select
+from toque.kernels.api import Ops, WeightSource
 from toque.memory.manager import CacheManager
+from toque.model.cached_weights import CachedWeights
 from toque.model.dense import DenseDecoder
+from toque.model.quantize import QuantizedWeights, refuse_quantized
 from toque.model.registry import load_model, model_spec
+from toque.model.weights import never_four_bits
 from toque.scheduler.cost import StepCost
 from toque.scheduler.policy import POLICIES
 from toque.scheduler.scheduler import Scheduler
@@ -64,25 +70,53 @@ class Loaded:
     checkpoint: Checkpoint
     model: DenseDecoder
     ops: Ops
+    quantization: str = ""  # what --quantization did; "" = nothing
+    cached: CachedWeights | None = None  # where the weights came from, if there is a cache
 
 
 def load(path: Path, options: EngineOptions) -> Loaded:
     """Read a checkpoint and pack its weights. Raises ModelError or ConfigError."""
     began_s = time.monotonic()
+    hashed = _source_hash(path, options)  # before the files are opened
     checkpoint = open_checkpoint(path, options.load_format)
     ops = select(options.kernels, options.threads)
     spec = model_spec(checkpoint)
     check_ranges(options, spec)  # before anything is sized by them
-    model = load_model(checkpoint, spec, ops, options.max_model_len or spec.context)
+    packer, quantization = _packer(checkpoint, ops, options)
+    cached = None
+    if hashed is not None and ops.packing is not None:
+        cached = CachedWeights(packer, ops.packing, hashed, WeightCache(), quantization)
+    longest = options.max_model_len or spec.context
+    model = load_model(checkpoint, spec, ops, longest, cached or packer)
     log.info(
-        "weights: %s, %d layers, %.2f GB in memory, kernels %s, %.1f s",
+        "weights: %s, %d layers, %.2f GB, %s, kernels %s, %.1f s",
         spec.architecture,
         spec.layers,
         model.weight_bytes / 1e9,
+        "mapped as packed before" if cached and cached.is_found else "packed now",
         ops.name,
         time.monotonic() - began_s,
     )
-    return Loaded(checkpoint, model, ops)
+    return Loaded(checkpoint, model, ops, quantization, cached)
+
+
+def _source_hash(path: Path, options: EngineOptions) -> SourceHash | None:
+    """None where packed weights are not kept."""
+    if not options.weight_cache or options.load_format == "dummy":
+        return None
+    try:
+        return SourceHash(source_files(path), WeightCache().sources)
+    except OSError:
+        return None  # opening the model says better what is wrong
+
+
+def _packer(checkpoint: Checkpoint, ops: Ops, options: EngineOptions) -> tuple[WeightSource, str]:
+    """What makes weights of tensors, and the name of what it does to them on the way."""
+    if options.quantization is None:
+        return ops, ""
+    tensors = checkpoint.tensors.values()
+    refuse_quantized(tensors, options.quantization, str(checkpoint.path))
+    return QuantizedWeights(ops, options.quantization, never_four_bits()), options.quantization
 
 
 def configure(loaded: Loaded, options: EngineOptions) -> EngineConfig:
@@ -114,7 +148,18 @@ def configure(loaded: Loaded, options: EngineOptions) -> EngineConfig:
 
 
 def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
-    """Tokens per second, over a scratch pool that is dropped afterwards."""
+    """Tokens per second: as measured at an earlier start of the same model on this machine, or
+    measured now."""
+    if not options.weight_cache or options.load_format == "dummy":
+        return _measured_rate(loaded, options)
+    threads = options.threads or physical_cores()
+    what = (loaded.checkpoint.identity, loaded.quantization, loaded.ops.name, kv_dtype(options))
+    rate = RememberedRate(WeightCache().rates, (machine(), str(threads), *what))
+    return rate.known() or rate.remember(_measured_rate(loaded, options))
+
+
+def _measured_rate(loaded: Loaded, options: EngineOptions) -> float:
+    """Over a scratch pool that is dropped afterwards."""
     longest = options.max_model_len or loaded.model.spec.context
     tokens = min(PROBE_TOKENS, longest)
     pages = -(-tokens // options.block_size)
@@ -149,6 +194,8 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
     core = EngineCore(
         scheduler, worker, Gate(port, grammars), StepCost(config.prefill_tokens_per_s)
     )
+    if loaded.cached is not None:
+        loaded.cached.keep()
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
     return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)
 
@@ -156,7 +203,7 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
 def _hello(
     loaded: Loaded, config: EngineConfig, model_name: str, end_ids: tuple[int, ...]
 ) -> Hello:
-    identity = loaded.checkpoint.identity[:12]
+    model = "-".join(filter(None, (loaded.checkpoint.identity[:12], loaded.quantization)))
     return Hello(
         model_name=model_name,
         vocab_size=loaded.model.spec.vocab_size,
@@ -169,7 +216,7 @@ def _hello(
         kv_cache_dtype=config.kv_cache_dtype,
         scheduling_policy=config.scheduling_policy,
         slo_classes=config.slo_classes,
-        fingerprint=f"toque-{__version__}-{identity}-{loaded.ops.name}-{config.kv_cache_dtype}",
+        fingerprint=f"toque-{__version__}-{model}-{loaded.ops.name}-{config.kv_cache_dtype}",
     )
 
 

@@ -50,6 +50,12 @@ class EngineOptions:
     load_format: str = option(
         "auto", "auto, or dummy for random weights", choices=("auto", "dummy")
     )
+    quantization: str | None = option(
+        None,
+        "int8 or int4: round the matrices of an unquantized model when it is loaded",
+        choices=("int8", "int4"),
+    )
+    weight_cache: bool = option(True, "keep packed weights on disk for the next start")
     kernels: str = option(
         "auto", "auto (cpu), cpu (compiled) or ref (plain numpy)", choices=("auto", "cpu", "ref")
     )

@@ -420,9 +420,18 @@ class StoredTensor:
     name: str
     kind: str
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]  # [bytes], read-only view of the mapping
+    stored: NDArray[np.uint8]  # [bytes], read-only view of the mapping
+    order: NDArray[np.int64] | None = None  # [rows]: which stored row each row is; None = as stored
+
+    @property
+    def data(self) -> NDArray[np.uint8]:  # [bytes]
+        """The packed bytes; a copy where rows are in another order than stored."""
+        if self.order is None:
+            return self.stored
+        rows: NDArray[np.uint8] = self.stored.reshape(self.shape[0], -1)[self.order]
+        return rows.reshape(-1)
 
     def permute_rows(self, order: NDArray[np.int64]) -> StoredTensor:
-        """The same tensor with its first axis in another order; copies the packed bytes."""
-        rows = self.data.reshape(self.shape[0], -1)
-        return StoredTensor(self.name, self.kind, self.shape, rows[order].reshape(-1))
+        """The same tensor with its first axis in another order; nothing is read yet."""
+        combined = order if self.order is None else self.order[order]
+        return StoredTensor(self.name, self.kind, self.shape, self.stored, combined)

@@ -6,12 +6,13 @@ The compiled set is imported only when it is asked for, so that `ref` works with
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 from toque.errors import ConfigError
 from toque.kernels.api import Ops
 
-__all__ = ["physical_cores", "select"]
+__all__ = ["cpu_model", "machine", "physical_cores", "select"]
 
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -75,3 +76,18 @@ def quota_cpus(otherwise: int) -> int:
         return otherwise if quota == "max" else int(quota) // int(period)
     except (OSError, ValueError):
         return otherwise
+
+
+def cpu_model() -> str:
+    """The name that Linux gives; the architecture where it gives none (ARM)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def machine() -> str:
+    """What a measured speed depends on, apart from the program."""
+    return f"{platform.node()}, {cpu_model()}, {len(usable_cpus())} cpus"

@@ -25,6 +25,7 @@ from toque.types import Logprob, RowSetup, Sampled, StoredTensor, TokenId
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
 
 
 class Matrix(Protocol):
@@ -34,6 +35,33 @@ class Matrix(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def nbytes(self) -> int: ...
+
+
+class Packing(Protocol):
+    """A kernel set's matrices as bytes: how they go to a file and come back with no work."""
+
+    @property
+    def layout(self) -> str:
+        """Changes whenever the bytes of the same matrix do."""
+
+    def packed(self, matrix: Matrix) -> tuple[str, Bytes]:
+        """Kind and bytes of a matrix; the view keeps it alive."""
+
+    def matrix_of(self, kind: str, packed: Bytes, shape: tuple[int, ...]) -> Matrix:
+        """The inverse, on those very bytes (at a multiple of 64), not copied."""
+
+    def checksums(self, data: Bytes, begins: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """XXH64 of each part of `data`, which pages it in."""
+
+
+class WeightSource(Protocol):
+    """Where a model gets its weights, in the form that the kernel set wants; any Ops is one."""
+
+    def matrix(self, tensor: StoredTensor) -> Matrix:
+        """Take a [out, in] weight from a file. Raises ModelError for a kind it does not know."""
+
+    def vector(self, tensor: StoredTensor) -> Floats:
+        """Take a norm weight or a bias from a file, as float32 [n]."""
 
 
 KV_NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8_e4m3": 1}
@@ -186,6 +214,7 @@ class Ops(Protocol):
     """See the module's docstring for the contract that holds for all of them."""
 
     name: str  # "ref" or "cpu/avx2/a14": part of the fingerprint
+    packing: Packing | None  # None: this set's matrices are made anew at each start
 
     def matrix(self, tensor: StoredTensor) -> Matrix:
         """Take a [out, in] weight from a file. Raises ModelError for a kind it does not know."""

@@ -20,6 +20,7 @@ from toque.kernels.api import (
     Ops,
     PagedKV,
     RopeTable,
+    WeightSource,
 )
 from toque.layers.attention import Attention
 from toque.layers.embedding import Embedding
@@ -97,21 +98,28 @@ class DenseDecoder:
         return sum(math.prod(matrix.shape) for matrix in self.matrices)
 
 
-def build_dense(spec: ModelSpec, weights: Weights, ops: Ops, max_model_len: int) -> DenseDecoder:
+def build_dense(
+    spec: ModelSpec,
+    weights: Weights,
+    ops: Ops,
+    max_model_len: int,
+    source: WeightSource | None = None,
+) -> DenseDecoder:
     """Give each weight to its layer in the form that the kernel set wants.
 
-    `max_model_len` (tokens) sizes the rotary table. Raises ModelError for a kind of weight that
-    the kernel set does not know.
+    `max_model_len` (tokens) sizes the rotary table; weights are taken from `source`, or else from
+    `ops` itself. Raises ModelError for a kind of weight that the kernel set does not know.
     """
+    source = source or ops
     rope = rope_table(spec.rope, spec.head_dim, max_model_len)
-    table = ops.matrix(weights.top["embedding"])
-    head = table if spec.tied_embeddings else ops.matrix(weights.top["head"])
+    table = source.matrix(weights.top["embedding"])
+    head = table if spec.tied_embeddings else source.matrix(weights.top["head"])
     return DenseDecoder(
         spec=spec,
         ops=ops,
         embedding=Embedding(ops, table),
-        blocks=tuple(_Parts(spec, ops, layer).block(rope) for layer in weights.layers),
-        norm=RmsNorm(ops, ops.vector(weights.top["norm"]), spec.rms_eps),
+        blocks=tuple(_Parts(spec, ops, source, layer).block(rope) for layer in weights.layers),
+        norm=RmsNorm(ops, source.vector(weights.top["norm"]), spec.rms_eps),
         head=Linear(ops, head),
     )
 
@@ -122,6 +130,7 @@ class _Parts:
 
     spec: ModelSpec
     ops: Ops
+    source: WeightSource
     weights: Mapping[str, StoredTensor]
 
     def block(self, rope: RopeTable) -> Block:
@@ -147,14 +156,14 @@ class _Parts:
         )
 
     def matrix(self, role: str) -> Matrix:
-        return self.ops.matrix(self.weights[role])
+        return self.source.matrix(self.weights[role])
 
     def vector(self, role: str) -> Floats | None:
         """None where the spec has no such weight: `bind` left it out."""
-        return self.ops.vector(self.weights[role]) if role in self.weights else None
+        return self.source.vector(self.weights[role]) if role in self.weights else None
 
     def linear(self, role: str) -> Linear:
         return Linear(self.ops, self.matrix(role), self.vector(f"{role}_bias"))
 
     def norm(self, role: str) -> RmsNorm:
-        return RmsNorm(self.ops, self.ops.vector(self.weights[role]), self.spec.rms_eps)
+        return RmsNorm(self.ops, self.source.vector(self.weights[role]), self.spec.rms_eps)

@@ -7,7 +7,7 @@ whatever is new about it as a field of ModelSpec.
 from __future__ import annotations
 
 from toque.files.checkpoint import Checkpoint
-from toque.kernels.api import Ops
+from toque.kernels.api import Ops, WeightSource
 from toque.model import spec_gguf, spec_hf
 from toque.model.dense import DenseDecoder, build_dense
 from toque.model.dummy import dummy_tensors
@@ -28,9 +28,13 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def load_model(
-    checkpoint: Checkpoint, spec: ModelSpec, ops: Ops, max_model_len: int
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    ops: Ops,
+    max_model_len: int,
+    source: WeightSource | None = None,
 ) -> DenseDecoder:
-    """Bind the checkpoint's weights and hand them to the kernel set.
+    """Bind the checkpoint's weights and hand them to the kernel set, through `source` if given.
 
     `max_model_len` is the longest sequence in tokens; with dynamic rotary scaling it also fixes the
     base (see layers/rope.py). Raises ModelError for weights that do not fit the spec, and for a
@@ -41,7 +45,7 @@ def load_model(
     dummy = checkpoint.format == "dummy"
     tensors = dummy_tensors(spec) if dummy else checkpoint.tensors
     weights = bind(str(checkpoint.path), tensors, spec, names)
-    return build_dense(spec, weights, ops, max_model_len)
+    return build_dense(spec, weights, ops, max_model_len, source)
 
 
 def _source(checkpoint: Checkpoint) -> str:

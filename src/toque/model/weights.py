@@ -117,6 +117,12 @@ def bind(source: str, tensors: Mapping[str, StoredTensor], spec: ModelSpec, name
     return weights
 
 
+def never_four_bits() -> frozenset[str]:
+    """The names, in either kind of file, of the tensors that stand next to the logits: embedding
+    (which may be the head as well) and head."""
+    return frozenset(name for weight in (TOP[0], TOP[2]) for name in (weight.hf, weight.gguf))
+
+
 def half_split_order(heads: int, head_dim: int) -> NDArray[np.int64]:
     """Row order that undoes the interleaving of rotary pairs: [heads * head_dim].
 

@@ -100,7 +100,8 @@ class _Keys:
         self.tokens: list[str] = self.array("tokens")  # by id
         self.types: list[int] = self.array("token_type", len(self.tokens))
         # Unused entries pad the embedding matrix: as part of the vocabulary they could be matched.
-        self.vocab = {t: i for i, t in enumerate(self.tokens) if self.types[i] != UNUSED}
+        kinds = zip(self.tokens, range(len(self.tokens)), self.types, strict=True)
+        self.vocab = {token: i for token, i, kind in kinds if kind != UNUSED}
         if len(self.vocab) + self.types.count(UNUSED) != len(self.tokens):
             raise self.error("tokens", "holds the same token twice")
 
@@ -157,8 +158,8 @@ class _Keys:
 
     def merges(self) -> list[tuple[str, str]]:
         pairs = [tuple(merge.split(" ", 1)) for merge in self.array("merges")]
-        wrong = next((pair for pair in pairs if len(pair) != 2), None)
-        if wrong is not None:
+        if set(map(len, pairs)) - {2}:
+            wrong = next(pair for pair in pairs if len(pair) != 2)
             raise self.error("merges", f"has an entry that is not a pair: {wrong[0]!r}")
         return pairs
 

@@ -39,6 +39,11 @@ class Backend:
         """A matrix on the bytes of another's `packed`, not copied but kept alive. ValueError
         unless they have the size of that kind and shape and lie on a multiple of 64."""
 
+    def checksums(
+        self, data: NDArray[np.uint8], begins: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> list[int]:
+        """XXH64, seed 0, of data[begin : begin + size] for each part."""
+
     def dequantize(self, kind: str, data: NDArray[np.uint8], result: Floats) -> None: ...
     def embed(self, table: Matrix, ids: Ints, result: Floats) -> None: ...
     def rms_norm(self, x: Floats, weight: Floats, eps: float, result: Floats) -> None: ...

@@ -22,11 +22,13 @@ from toque.kernels.api import (
     LayerKV,
     Matrix,
     Ops,
+    Packing,
     PagedKV,
     RopeTable,
     RotatedBias,
 )
 from toque.kernels.cpu import _native
+from toque.kernels.cpu.packing import PanelPacking
 from toque.kernels.cpu.record import CpuProgram, native
 from toque.kernels.cpu.sampler import CpuSampler
 from toque.kernels.ref.dequantize import check_packed
@@ -54,6 +56,7 @@ class CpuOps:
             raise ConfigError(str(error)) from error
         # Part of an answer's fingerprint: another arithmetic is another name.
         self.name = f"cpu/{self.backend.isa}/{ACTIVATIONS}"
+        self.packing: Packing | None = PanelPacking(self.backend)
 
     def set_threads(self, threads: int) -> None:
         """Use so many threads from the next op on. Raises ValueError below 1."""

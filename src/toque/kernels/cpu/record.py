@@ -21,6 +21,7 @@ from toque.kernels.api import (
     LayerKV,
     Matrix,
     Ops,
+    Packing,
     PagedKV,
     RopeTable,
     RotatedBias,
@@ -74,6 +75,7 @@ class Recorder:
     """
 
     name = "recorder"
+    packing: Packing | None = None
 
     def __init__(self, recording: _native.Recording) -> None:
         self._recording = recording

@@ -20,6 +20,7 @@ from toque.kernels.api import (
     LayerKV,
     Matrix,
     Ops,
+    Packing,
     PagedKV,
     RopeTable,
     RotatedBias,
@@ -34,6 +35,7 @@ class RefOps:
     """The oracle. Its matrices are float32 arrays [out, in]."""
 
     name = "ref"
+    packing: Packing | None = None
 
     def matrix(self, tensor: StoredTensor) -> Matrix:
         return dequantize(tensor.kind, tensor.data, tensor.shape)  # [out, in]
