@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 from importlib import resources
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 
 from toque import __version__
 from toque.errors import CapacityError, EngineError, RequestError
-from toque.serve import fields
 from toque.serve.edge import GENERATION_PATHS, Edge
 from toque.serve.failures import FailedCall, describe
 from toque.serve.frontend import ClientGone
@@ -28,34 +25,11 @@ from toque.serve.guard import Guard
 from toque.serve.health import operator_routes
 from toque.serve.keys import KeyCheck, keys_of
 from toque.serve.openai import model_routes, openai_routes, token_routes
-from toque.serve.schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    TokenizeBody,
-)
+from toque.serve.openapi import document
 from toque.serve.service import Service
 
 log = logging.getLogger("toque.serve")
 
-_BODIES = (CompletionBody, ChatBody, EmbeddingBody, TokenizeBody, DetokenizeBody)
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 # The page's own script is inline and may fetch from this server only.
 _DOCS_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -73,11 +47,12 @@ def create_app(service: Service) -> Edge:
     app.include_router(operator_routes(service))
     _add_docs(app)
     _add_error_handlers(app, service)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    described = document(app)
+    app.openapi = lambda: described  # type: ignore[method-assign]
     options = service.options
     checked = KeyCheck(app, keys_of(options))
     guard = Guard(checked, options.host, options.allowed_hosts, options.allowed_origins)
-    paths = frozenset((*app.openapi()["paths"], "/openapi.json", "/docs"))
+    paths = frozenset((*described["paths"], "/openapi.json", "/docs"))
     return Edge(guard, service.metrics, paths)
 
 
@@ -112,40 +87,3 @@ def _add_docs(app: FastAPI) -> None:
     async def docs() -> Response:
         headers = {"content-security-policy": _DOCS_POLICY}
         return Response(page, media_type="text/html", headers=headers)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The document, with the bodies that routes read by themselves and the one error shape."""
-    if app.openapi_schema is not None:
-        return app.openapi_schema
-    document = get_openapi(
-        title=app.title, version=app.version, description=_about(), routes=app.routes
-    )
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas["Error"] = _ERROR_SCHEMA
-    for body in _BODIES:
-        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas.update(schema.pop("$defs", {}))
-        schemas[body.__name__] = schema
-    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    document["security"] = [{"key": []}, {}]  # keys are the operator's choice
-    _describe_errors(document["paths"])
-    app.openapi_schema = document
-    return document
-
-
-def _about() -> str:
-    return (
-        "OpenAI-compatible. A field is implemented, refused by name with 400, or one of these, "
-        f"which do nothing here: {', '.join(fields.NO_OPS)}. The seed of an answer is in its "
-        "toque-seed header."
-    )
-
-
-def _describe_errors(paths: dict[str, Any]) -> None:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    generic = {"description": "Error", "content": content}
-    for methods in paths.values():
-        for operation in methods.values():
-            operation["responses"].pop("422", None)
-            operation["responses"].setdefault("default", generic)

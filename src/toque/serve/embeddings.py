@@ -57,21 +57,21 @@ class EmbeddingJob:
     client_id: str | None
 
 
-class Usage(msgspec.Struct):
+class EmbeddingUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
 
 
-class Entry(msgspec.Struct):
+class EmbeddingEntry(msgspec.Struct):
     index: int
     embedding: tuple[float, ...] | str
     object: Literal["embedding"] = "embedding"
 
 
-class Answer(msgspec.Struct):
-    data: list[Entry]
+class EmbeddingAnswer(msgspec.Struct):
+    data: list[EmbeddingEntry]
     model: str
-    usage: Usage
+    usage: EmbeddingUsage
     object: Literal["list"] = "list"
 
 
@@ -163,11 +163,11 @@ class EmbeddingResponse(Response):
     def _written(self) -> bytes:
         job = self._job
         data = [
-            Entry(number, self._shown(self._vectors[request.id]))
+            EmbeddingEntry(number, self._shown(self._vectors[request.id]))
             for number, request in enumerate(job.requests)
         ]
         tokens = sum(len(request.prompt) for request in job.requests)
-        return msgspec.json.encode(Answer(data, job.model, Usage(tokens, tokens)))
+        return msgspec.json.encode(EmbeddingAnswer(data, job.model, EmbeddingUsage(tokens, tokens)))
 
     def _shown(self, vector: bytes) -> tuple[float, ...] | str:
         if self._job.as_base64:

@@ -154,7 +154,7 @@ class DetokenizeBody(BaseModel):
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
-_RULES: dict[type[BaseModel], fields.Rules] = {
+RULES: dict[type[BaseModel], fields.Rules] = {
     CompletionBody: fields.COMPLETION_RULES,
     ChatBody: fields.CHAT_RULES,
     EmbeddingBody: fields.EMBEDDING_RULES,
@@ -233,7 +233,7 @@ def check(
     Raises:
         RequestError: the first field at fault, by name.
     """
-    rules = _RULES[body]
+    rules = RULES[body]
     kept = fields.screen(data, body.model_fields, rules, "", lenient)
     options = kept.get("stream_options")
     if isinstance(options, dict):
