@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from toque import __version__
@@ -31,8 +32,10 @@ from toque.memory.manager import CacheManager
 from toque.model.dense import DenseDecoder
 from toque.model.registry import load_model, model_spec
 from toque.scheduler.cost import StepCost
-from toque.scheduler.policy import POLICIES
+from toque.scheduler.policy import ByPriority, Fcfs, Policy
+from toque.scheduler.queue import QueueLimits
 from toque.scheduler.scheduler import Scheduler
+from toque.scheduler.slo import BySlo
 from toque.scheduler.step import Limits
 from toque.types import Hello
 from toque.worker.state import DeviceState
@@ -134,14 +137,28 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
         vocab_size=spec.vocab_size,
         chunked_prefill=config.enable_chunked_prefill,
         end_token_ids=frozenset(end_ids),
+        queue=QueueLimits(
+            config.max_queue_requests, config.max_queue_tokens, config.queue_timeout_s
+        ),
     )
-    cache = CacheManager(config.total_pages, config.block_size, config.enable_prefix_caching)
+    cost = StepCost(config.prefill_tokens_per_s)
+    page_worth = partial(cost.page_worth, block_size=config.block_size)
+    cache = CacheManager(
+        config.total_pages, config.block_size, config.enable_prefix_caching, page_worth
+    )
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv)
-    scheduler = Scheduler(limits, cache, POLICIES[config.scheduling_policy]())
+    scheduler = Scheduler(limits, cache, policy_named(config.scheduling_policy, cost), cost)
     worker = Worker(loaded.model, state, known_tokens(loaded.checkpoint, spec.vocab_size))
-    core = EngineCore(scheduler, worker, port, StepCost(config.prefill_tokens_per_s))
+    core = EngineCore(scheduler, worker, port, cost)
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
     return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)
+
+
+def policy_named(name: str, cost: StepCost) -> Policy:
+    """The policy of `--scheduling-policy`."""
+    if name == "slo":
+        return BySlo(cost.prompt_ms, lambda: cost.error)
+    return ByPriority() if name == "priority" else Fcfs()
 
 
 def _hello(
