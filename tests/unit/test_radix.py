@@ -152,7 +152,7 @@ def test_what_is_dear_outlives_as_many_evictions_as_it_costs_more(costs, acts) -
     credit: dict[int, tuple[float, int]] = {}
     for tick, (number, evict) in enumerate(acts):
         if evict and credit:
-            node = queue.pop(lambda node: node.serial in credit)
+            node = queue.pop(lambda node, held=credit: node.serial in held)
             lowest = min(value for value, _ in credit.values())
             assert credit.pop(node.serial)[0] == pytest.approx(lowest, abs=1e-9)
             credit = {n: (value - lowest, t) for n, (value, t) in credit.items()}
