@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+
+from msgspec import structs
 
 from toque import __version__
 from toque.config import (
@@ -182,6 +185,14 @@ def _hello(
 
 
 def build_engine(path: Path, model_name: str, options: EngineOptions, port: EnginePort) -> Engine:
-    """Checkpoint to engine in one go."""
+    """Checkpoint to engine in one go; its hello says how long each phase took."""
+    moments_s = [time.monotonic()]
     loaded = load(path, options)
-    return assemble(loaded, configure(loaded, options), model_name, port)
+    moments_s.append(time.monotonic())
+    config = configure(loaded, options)
+    moments_s.append(time.monotonic())
+    engine = assemble(loaded, config, model_name, port)
+    moments_s.append(time.monotonic())
+    took_s = [end - start for start, end in pairwise(moments_s)]
+    startup_s = dict(zip(("weights", "measure", "kv_pool"), took_s, strict=True))
+    return replace(engine, hello=structs.replace(engine.hello, startup_s=startup_s))

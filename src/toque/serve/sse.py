@@ -21,10 +21,12 @@ from toque.errors import EngineError
 from toque.serve.answers import Writer
 from toque.serve.choice import Choice, choices_of
 from toque.serve.edge import OUTCOME
-from toque.serve.failures import FailedCall, Failure, describe
+from toque.serve.failures import FailedCall, Failure, cause_of, describe
 from toque.serve.frontend import Call, ClientGone
+from toque.serve.keys import key_of
 from toque.serve.prepare import Job
 from toque.serve.service import Service
+from toque.serve.timelines import Origin
 from toque.types import FinishReason
 
 log = logging.getLogger("toque.serve")
@@ -55,11 +57,12 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises FailedCall, EngineError: before anything was sent, for the error handlers."""
-        peer, service = scope["client"], self._service
+        peer, service, job = scope["client"], self._service, self._job
+        origin = Origin(job.id, job.client_id, key_of(scope))
         with (
-            service.open_ids.held(self._job.client_id),
+            service.open_ids.held(job.client_id),
             service.client.submit(
-                self._job.requests, lambda: service.connections.cut(peer)
+                job.requests, lambda: service.connections.cut(peer), origin
             ) as call,
         ):
             async with _watching(receive, call):
@@ -111,7 +114,7 @@ class GenerationResponse(Response):
         return await self._service.text_work(SCORE_CHARS * scores, write)
 
     def _failed(self, failure: Failure, told: dict[str, str]) -> bytes:
-        told["outcome"] = "failed"
+        told["outcome"], told["cause"] = "failed", cause_of(failure.status, failure.code)
         self._service.metrics.refused(failure.status)
         return b"data: " + failure.body() + b"\n\n"
 
