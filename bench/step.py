@@ -105,7 +105,7 @@ class Bench:
         for number in range(sequences):
             prompt = tuple(3 + (number * 31 + place) % 200 for place in range(PROMPT_TOKENS))
             core.scheduler.add(
-                Request(id=f"{number}", prompt=prompt, sampling=sampling, arrived_s=0)
+                Request(id=f"{number}", prompt=prompt, sampling=sampling, arrived_s=0), now_s=0
             )
         while any(s.num_output < WARM_STEPS for s in core.scheduler._sequences.values()):
             core.step()

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+
+from msgspec import structs
 
 from toque import __version__
 from toque.config import (
@@ -37,8 +41,10 @@ from toque.model.quantize import QuantizedWeights, refuse_quantized
 from toque.model.registry import load_model, model_spec
 from toque.model.weights import never_four_bits
 from toque.scheduler.cost import StepCost
-from toque.scheduler.policy import POLICIES
+from toque.scheduler.policy import ByPriority, Fcfs, Policy
+from toque.scheduler.queue import QueueLimits
 from toque.scheduler.scheduler import Scheduler
+from toque.scheduler.slo import BySlo
 from toque.scheduler.step import Limits
 from toque.structured.gate import Gate
 from toque.structured.grammars import Grammars
@@ -183,21 +189,33 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
         vocab_size=spec.vocab_size,
         chunked_prefill=config.enable_chunked_prefill,
         end_token_ids=frozenset(end_ids),
+        queue=QueueLimits(
+            config.max_queue_requests, config.max_queue_tokens, config.queue_timeout_s
+        ),
     )
-    cache = CacheManager(config.total_pages, config.block_size, config.enable_prefix_caching)
+    cost = StepCost(config.prefill_tokens_per_s)
+    page_worth = partial(cost.page_worth, block_size=config.block_size)
+    cache = CacheManager(
+        config.total_pages, config.block_size, config.enable_prefix_caching, page_worth
+    )
     sampler = loaded.ops.sampler(config.max_num_seqs)
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv, sampler)
-    scheduler = Scheduler(limits, cache, POLICIES[config.scheduling_policy]())
+    scheduler = Scheduler(limits, cache, policy_named(config.scheduling_policy, cost), cost)
     grammars = Grammars()
     known = known_tokens(loaded.checkpoint, spec.vocab_size)
     worker = Worker(Program(loaded.model), state, known, Masks(grammars))
-    core = EngineCore(
-        scheduler, worker, Gate(port, grammars), StepCost(config.prefill_tokens_per_s)
-    )
+    core = EngineCore(scheduler, worker, Gate(port, grammars), cost)
     if loaded.cached is not None:
         loaded.cached.keep()
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
     return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)
+
+
+def policy_named(name: str, cost: StepCost) -> Policy:
+    """The policy of `--scheduling-policy`."""
+    if name == "slo":
+        return BySlo(cost.prompt_ms, lambda: cost.error)
+    return ByPriority() if name == "priority" else Fcfs()
 
 
 def _hello(
@@ -221,6 +239,14 @@ def _hello(
 
 
 def build_engine(path: Path, model_name: str, options: EngineOptions, port: EnginePort) -> Engine:
-    """Checkpoint to engine in one go."""
+    """Checkpoint to engine in one go; its hello says how long each phase took."""
+    moments_s = [time.monotonic()]
     loaded = load(path, options)
-    return assemble(loaded, configure(loaded, options), model_name, port)
+    moments_s.append(time.monotonic())
+    config = configure(loaded, options)
+    moments_s.append(time.monotonic())
+    engine = assemble(loaded, config, model_name, port)
+    moments_s.append(time.monotonic())
+    took_s = [end - start for start, end in pairwise(moments_s)]
+    startup_s = dict(zip(("weights", "measure", "kv_pool"), took_s, strict=True))
+    return replace(engine, hello=structs.replace(engine.hello, startup_s=startup_s))

@@ -114,6 +114,9 @@ class ServeOptions:
     max_sequences: int = option(1024, "most prompts x n of one request")
     max_stop_strings: int = option(16, "most stop strings of one request")
     max_logit_bias: int = option(1024, "most logit_bias entries of one request")
+    metrics_compat: str = option(
+        "none", "none, or vllm: /metrics has vLLM's names too", choices=("none", "vllm")
+    )
     allow_unknown_fields: bool = option(False, "ignore request fields that nobody knows")
     single_process: bool = option(False, "run the engine in the server's own process")
 

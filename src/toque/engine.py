@@ -16,8 +16,10 @@ from toque.scheduler.scheduler import Scheduler
 from toque.types import (
     Abort,
     Event,
+    Explain,
     FinishReason,
     Heartbeat,
+    Look,
     Request,
     Shutdown,
     StepPlan,
@@ -66,18 +68,19 @@ class EngineCore:
                 self.scheduler.check()
                 checked = True
         events = self.scheduler.abort_all(FinishReason.ABORT, self._clock())
-        self._emit(events, None, None)
+        self._emit(events)
 
     def step(self, wait_s: float = 0.0) -> bool:
         """One turn of the loop; waits up to `wait_s` for a message first. False: nothing to do."""
         messages = self._port.receive(wait_s)
         events = self._apply(messages)
         t0 = self._clock()
+        events += self.scheduler.turn_away(t0)
         plan = self.scheduler.plan(t0)
         if plan is None:
-            self._emit(events, None, None)
+            self._emit(events)
             return bool(messages)
-        predicted_ms = self._cost.predicted_ms(plan)
+        predicted_ms = self._cost.plan_ms(plan)
         if predicted_ms > LONG_STEP_MS:
             self._port.send(Heartbeat(predicted_ms=predicted_ms))
         t1 = self._clock()
@@ -89,30 +92,43 @@ class EngineCore:
         times = StepTimes(
             plan_ms=(t1 - t0) * 1e3, run_ms=(t2 - t1) * 1e3, commit_ms=(t3 - t2) * 1e3
         )
-        self._emit(events, plan, times)
+        self._emit(events, plan, times, predicted_ms)
         return True
 
     def _apply(self, messages: list[ToEngine]) -> list[Event]:
         events: list[Event | None] = []
         for message in messages:
             if isinstance(message, Request):
-                events.append(self.scheduler.add(message))
+                events.append(self.scheduler.add(message, self._clock()))
             elif isinstance(message, Abort):
-                events.append(self.scheduler.abort(message.id, message.reason, self._clock()))
+                reason, kept_tokens = message.reason, message.kept_tokens
+                ended = self.scheduler.abort(message.id, reason, self._clock(), kept_tokens)
+                events.append(ended)
+            elif isinstance(message, Explain):
+                self._port.send(self.scheduler.timeline(message.id))
+            elif isinstance(message, Look):
+                self._port.send(self.scheduler.look(self._clock()))
             elif isinstance(message, Shutdown):
                 self._stopping = True
         return [event for event in events if event is not None]
 
-    def _emit(self, events: list[Event], plan: StepPlan | None, times: StepTimes | None) -> None:
+    def _emit(
+        self,
+        events: list[Event],
+        plan: StepPlan | None = None,
+        times: StepTimes | None = None,
+        predicted_ms: float = 0.0,
+    ) -> None:
         if plan is None and not events:
             return
         self._port.send(
             StepReport(
                 events=tuple(events),
-                load=self.scheduler.load(),
+                load=self.scheduler.load(self._clock()),
                 counters=self.scheduler.counters(),
                 times=times,
                 batch_tokens=plan.num_tokens if plan else 0,
                 batch_sequences=len(plan.chunks) if plan else 0,
+                predicted_ms=predicted_ms,
             )
         )

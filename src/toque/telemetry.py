@@ -34,6 +34,7 @@ class NoteKind(StrEnum):
 class WaitReason(StrEnum):
     """Why nothing of a request was computed in a step."""
 
+    STEP = "step"  # it came while a step was running
     ROWS = "rows"  # as many sequences run as may (--max-num-seqs)
     PAGES = "pages"  # too few KV pages are free
     BUDGET = "budget"  # others took the step's tokens

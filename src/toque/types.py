@@ -297,6 +297,7 @@ class Hello(Wire, frozen=True, kw_only=True):
     fingerprint: str  # model, kernel set and KV dtype: what a repeated answer needs to be equal
     scheduling_policy: str = "fcfs"
     slo_classes: tuple[Slo, ...] = ()  # one named "default" is for requests that name none
+    startup_s: dict[str, float] = msgspec.field(default_factory=dict)  # phase of the start -> time
 
 
 class EngineFailed(Wire, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ request alone, in one chunk, with the cache off. Logits are recorded where the w
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.engine.quantized_model import quantized_model
 from toque.build import Loaded, assemble, load
 from toque.config import EngineConfig, EngineOptions
 from toque.ipc import InProcess
 from toque.kernels.api import KV_NUMBER_BYTES, Floats, ForwardBatch, LayerKV
-from toque.types import Finished, Request, SamplingParams, StepReport, Tokens
+from toque.types import Finished, Request, SamplingParams, Slo, StepReport, Tokens
 
 CONFIG = EngineConfig(
     max_model_len=128,
@@ -35,6 +37,8 @@ CONFIG = EngineConfig(
     block_size=8,
     total_pages=256,
 )
+CHAT = Slo(name="chat", ttft_s=0.02, itl_s=0.004, downgrade=True)
+BATCH = Slo(name="batch", deadline_s=0.2, downgrade=True)
 STEM = [(7 * i) % 250 + 3 for i in range(70)]
 
 
@@ -183,6 +187,31 @@ def test_every_way_of_computing_gives_the_same_bits(
         assert got.preemptions > 0, "the tight pool was meant to preempt"
     if config.enable_prefix_caching:
         assert got.hits > 0, "the shared stem was meant to be found"
+
+
+@pytest.mark.parametrize("policy", ["priority", "slo"])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_no_order_changes_an_answer(loaded: Loaded, alone: Answers, policy: str, gap: int) -> None:
+    """The policies that reorder, cut chunks to the running streams' targets and choose victims by
+    cost: in small steps and a tight pool, where they have most to decide."""
+    config = replace(
+        CONFIG,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=True,
+        total_pages=20,
+        scheduling_policy=policy,
+    )
+    classes = (None, CHAT, BATCH)
+    wanted = [
+        structs.replace(
+            request, priority=-number, slo=classes[number % 3], arrived_s=time.monotonic()
+        )
+        for number, request in enumerate(requests())
+    ]
+    got = answer(loaded, config, wanted, gap)
+    assert got.tokens == alone.tokens
+    assert all(row == alone.logits[place] for place, row in got.logits.items())
+    assert got.preemptions > 0
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in KV_NUMBER_BYTES if dtype != "float32"])

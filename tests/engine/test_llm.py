@@ -39,7 +39,7 @@ def test_a_stream_that_is_left_gives_its_pages_back(llm: LLM) -> None:
     stream.close()  # type: ignore[attr-defined]
     llm.generate("x", GREEDY)
     llm.engine.core.scheduler.check()
-    assert llm.engine.core.scheduler.load().held_pages == 0
+    assert llm.engine.core.scheduler.load(0.0).held_pages == 0
 
 
 def test_a_stop_string_ends_the_text_and_min_tokens_holds_it_back(llm: LLM) -> None:

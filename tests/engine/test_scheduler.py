@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.fake import END, VOCAB, PageExecutor, expected_tokens, request
+from toque.build import policy_named
 from toque.memory.manager import CacheManager
-from toque.scheduler.policy import ByPriority, Fcfs
+from toque.scheduler.cost import StepCost
 from toque.scheduler.scheduler import Scheduler
 from toque.scheduler.step import Draft, Limits
-from toque.types import Finished, FinishReason, Request, Tokens
+from toque.types import Finished, FinishReason, Request, Slo, Tokens
 
 
 @dataclass
@@ -26,33 +27,40 @@ class Sizes:
     block: int = 4
     chunked: bool = True
     caching: bool = True
+    policy: str = "fcfs"
 
 
 class Engine:
     """Scheduler + executor without a channel; collects what each request got."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, policy: str | None = None) -> None:
         self.sizes = sizes
+        self.now_s = 0.0
         self.cache = CacheManager(sizes.pages, sizes.block, sizes.caching)
         limits = Limits(
             sizes.rows, sizes.step_tokens, sizes.model_len, VOCAB, sizes.chunked, frozenset({END})
         )
-        self.scheduler = Scheduler(limits, self.cache, Fcfs())
+        cost = StepCost(1000.0)
+        self.scheduler = Scheduler(
+            limits, self.cache, policy_named(policy or sizes.policy, cost), cost
+        )
         self.executor = PageExecutor(sizes.block)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, Finished] = {}
 
     def add(self, wanted: Request) -> None:
-        assert self.scheduler.add(wanted) is None
+        assert self.scheduler.add(wanted, self.now_s) is None
         self.tokens[wanted.id] = []
 
     def step(self) -> None:
-        plan = self.scheduler.plan(0.0)
+        assert not self.scheduler.turn_away(self.now_s)
+        plan = self.scheduler.plan(self.now_s)
+        self.now_s += 0.01
         if plan is None:
             return
         assert plan.num_tokens <= self.sizes.step_tokens
         assert len({chunk.row for chunk in plan.chunks}) == len(plan.chunks) <= self.sizes.rows
-        for event in self.scheduler.commit(plan, self.executor.run(plan), 0.0):
+        for event in self.scheduler.commit(plan, self.executor.run(plan), self.now_s):
             if isinstance(event, Tokens):
                 self.tokens[event.id] += event.ids
             elif isinstance(event, Finished):
@@ -61,7 +69,7 @@ class Engine:
         self.scheduler.check()
 
     def abort(self, name: str) -> None:
-        finished = self.scheduler.abort(name, FinishReason.ABORT, 0.0)
+        finished = self.scheduler.abort(name, FinishReason.ABORT, self.now_s)
         if finished is not None:
             self.finished[name] = finished
         self.scheduler.check()
@@ -83,6 +91,7 @@ sizes = st.builds(
     block=st.just(4),
     chunked=st.booleans(),
     caching=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority", "slo"]),
 ).filter(lambda s: s.chunked or s.step_tokens >= s.model_len)
 
 # Prompts that share beginnings often: a few stems, cut anywhere, with a short tail.
@@ -91,6 +100,13 @@ prompts = st.builds(
     st.integers(1, 2),
     st.integers(0, 28),
     st.lists(st.integers(1, 3), max_size=4),
+)
+# What the order and the sizes of chunks depend on; nobody is turned away.
+CLASSES = (
+    None,
+    Slo(name="chat", ttft_s=0.05, itl_s=0.012, downgrade=True),
+    Slo(name="calm", itl_s=0.03, downgrade=True),
+    Slo(name="batch", deadline_s=0.5, downgrade=True),
 )
 # (steps before it arrives, prompt, max_tokens, seed, abort after so many steps or never)
 arrivals = st.lists(
@@ -121,7 +137,12 @@ def test_tokens_do_not_depend_on_batching_chunking_caching_or_preemption(
                 engine.abort(name)
             engine.step()
             now += 1
-        wanted = request(f"r{number}", prompt, max_tokens, seed)
+        wanted = msgspec.structs.replace(
+            request(f"r{number}", prompt, max_tokens, seed),
+            priority=seed,
+            slo=CLASSES[(number + seed) % len(CLASSES)],
+            arrived_s=engine.now_s,
+        )
         requests[wanted.id] = wanted
         engine.add(wanted)
         if abort_after is not None:
@@ -141,9 +162,15 @@ def test_tokens_do_not_depend_on_batching_chunking_caching_or_preemption(
         else:
             assert engine.tokens[name] == expected
         assert engine.finished[name].usage.completion_tokens == len(engine.tokens[name])
-    load, counters = engine.scheduler.load(), engine.scheduler.counters()
+    load, counters = engine.scheduler.load(0.0), engine.scheduler.counters()
     assert load.held_pages == load.running == load.waiting == 0
     assert counters.generation_tokens == sum(map(len, engine.tokens.values()))
+    assert load.empty_places == load.waiting_tokens == 0 and load.queue_age_s == 0.0
+    assert (
+        counters.computed_tokens
+        <= sum(len(r.prompt) + len(engine.tokens[name]) for name, r in requests.items())
+        + counters.recomputed_tokens
+    )
     if not sizes.caching:
         assert load.free_pages == load.total_pages
 
@@ -159,6 +186,55 @@ def test_a_waiting_sequence_shares_what_a_running_one_is_computing() -> None:
     # The first computes 33 prompt tokens, each other one the single token behind the shared pages.
     assert counters.prefix_hits == 7 * 32
     assert sum(f.usage.cached_tokens for f in engine.finished.values()) == 7 * 32
+
+
+def steps_to_first_token(engine: Engine, name: str) -> int:
+    for steps in range(1, 1000):
+        engine.step()
+        if engine.tokens[name]:
+            return steps
+    raise AssertionError(f"{name} gets no token")
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_short_prompt_is_not_stuck_behind_a_long_one(policy: str) -> None:
+    """Half of a step's prompt tokens are for prompts shorter than the first in line: a short one is
+    answered within a few steps, and the long one is at most twice as slow."""
+    sizes = Sizes(step_tokens=16, model_len=1700, pages=150, block=16)
+    alone = Engine(sizes, policy)
+    alone.add(request("long", [3] * 1600, max_tokens=1, ignore_eos=True))
+    steps_alone = steps_to_first_token(alone, "long")
+
+    engine = Engine(sizes, policy)
+    engine.add(request("long", [3] * 1600, max_tokens=1, ignore_eos=True))
+    engine.step()
+    total, number = 1, 0
+    while not engine.tokens["long"]:  # a new short one as soon as the last is answered
+        number += 1
+        name = f"short{number}"
+        engine.add(request(name, [4 + number % 50] * 20, max_tokens=1, ignore_eos=True))
+        steps = steps_to_first_token(engine, name)
+        assert steps <= 3
+        total += steps
+    assert number > 30
+    assert steps_alone == 100
+    assert total <= 2 * steps_alone + 3
+
+
+def test_a_queue_of_long_prompts_does_not_hide_a_short_one_and_keeps_its_rows() -> None:
+    """With every row wanted, short prompts that keep coming do not take the one that the first in
+    line waits for."""
+    engine = Engine(Sizes(rows=2, step_tokens=16, model_len=200, pages=200))
+    for number in range(4):
+        long = [10 + number] * 160
+        engine.add(request(f"long{number}", long, max_tokens=4, ignore_eos=True))
+    for number in range(60):
+        engine.add(request(f"short{number}", [20, number], max_tokens=2, ignore_eos=True))
+        engine.step()
+    engine.drain()
+    longs = [name for name in engine.finished if name.startswith("long")]
+    assert longs == [f"long{number}" for number in range(4)]
+    assert list(engine.finished).index("long3") < 50
 
 
 def test_decodes_are_not_stopped_by_a_long_prompt() -> None:
@@ -202,7 +278,7 @@ def test_a_sequence_that_comes_back_sends_its_tokens_again() -> None:
     engine.add(young)
     for _ in range(6):
         engine.step()
-    engine.scheduler._preempt(engine.scheduler._sequences["young"], Draft(2))
+    engine.scheduler._planner._preempt(engine.scheduler._sequences["young"], Draft(2))
     engine.drain()
     assert engine.tokens["old"] == expected_tokens(old, 40)
     assert engine.tokens["young"] == expected_tokens(young, 40)
@@ -241,7 +317,7 @@ def test_a_failing_row_ends_alone() -> None:
 )
 def test_what_serve_should_have_refused_is_refused_by_name(wanted: Request, complaint: str) -> None:
     engine = Engine(Sizes())
-    refused = engine.scheduler.add(wanted)
+    refused = engine.scheduler.add(wanted, 0.0)
     assert refused is not None
     assert complaint in refused.message
     assert not engine.scheduler.has_work
@@ -266,8 +342,7 @@ def test_min_tokens_and_stop_token_ids() -> None:
 
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=12))
 def test_priority_orders_the_queue_and_equal_ones_keep_their_turn(priorities: list[int]) -> None:
-    engine = Engine(Sizes(rows=1))
-    engine.scheduler._policy = ByPriority()
+    engine = Engine(Sizes(rows=1), "priority")
     for number, priority in enumerate(priorities):
         wanted = request(f"r{number}", [3] * 5, max_tokens=2, ignore_eos=True)
         engine.add(msgspec.structs.replace(wanted, priority=priority))
@@ -278,8 +353,7 @@ def test_priority_orders_the_queue_and_equal_ones_keep_their_turn(priorities: li
 
 
 def test_the_least_urgent_gives_its_pages_back() -> None:
-    engine = Engine(Sizes(rows=3, pages=12, caching=False))
-    engine.scheduler._policy = ByPriority()
+    engine = Engine(Sizes(rows=3, pages=12, caching=False), "priority")
     for number, priority in enumerate((5, 1, 9)):
         wanted = request(f"r{number}", [number + 1] * 8, max_tokens=30, ignore_eos=True)
         engine.add(msgspec.structs.replace(wanted, priority=priority))

@@ -42,7 +42,7 @@ def raw(server: ServerThread, data: bytes) -> bytes:
 # ------------------------------------------------------------------------------- error shapes
 
 
-@pytest.mark.parametrize("path", ["/nope", "/v1", "/v1/nope", "/v1/models/", "//v1/models", "/"])
+@pytest.mark.parametrize("path", ["/nope", "/v1", "/v1/nope", "/v1/models/", "//v1/models", "/x/"])
 def test_unknown_routes_are_404_in_the_one_shape(server: ServerThread, path: str) -> None:
     answer = server.http.get(server.url + path)
     assert answer.status_code == 404

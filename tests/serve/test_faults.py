@@ -53,6 +53,7 @@ ELSEWHERE = {
     "SP18": "unit/test_known_tokens.py::test_padding_is_never_chosen_nor_listed",
     "KV04": "engine/test_scheduler.py::test_first_come_first_served",
     "KV07": "engine/test_scheduler.py::test_decodes_are_not_stopped_by_a_long_prompt",
+    "KV08": "engine/test_scheduler.py::test_a_short_prompt_is_not_stuck_behind_a_long_one",
     "KV22": "model/test_spec.py::test_a_sliding_window_bounds_the_context",
     "SV03": "serve/test_api_life.py::test_health_is_progress_not_a_pulse",
     "SV05": "serve/test_api_life.py::test_routes_wait_for_the_model",
@@ -80,7 +81,6 @@ _SCHEMA = "structured output does not exist yet: `response_format` is refused by
 _SPLIT = "disaggregation does not exist: one engine holds a request from its prompt to its end"
 NOT_YET = {
     "RV23": _TOOLS,
-    "KV08": "prompts are computed first come, first served: a short one waits for a long one's end",
     "ST06": _SCHEMA,
     "ST12": _SCHEMA,
     "ST13": _TOOLS,

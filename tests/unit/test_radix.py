@@ -113,8 +113,8 @@ def test_check_sees_a_damaged_tree(damage, sentence) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_queue_pops_in_order_of_last_use(data) -> None:
-    """Between offers and pops, nodes are used again (later tick) or cease to be evictable; the
-    oracle sorts what is evictable at each pop."""
+    """With pages that cost the same. Between offers and pops, nodes are used again (later tick) or
+    cease to be evictable; the oracle sorts what is evictable at each pop."""
     queue = EvictionQueue()
     nodes = [Node("", (n,), None, n, page=n) for n in range(data.draw(st.integers(1, 6)))]
     evictable: set[Node] = set()
@@ -124,7 +124,7 @@ def test_the_queue_pops_in_order_of_last_use(data) -> None:
         match data.draw(st.sampled_from(["use", "use at the same tick", "lock", "pop"])):
             case "use" | "use at the same tick" as how:
                 tick += how == "use"
-                node.used_tick = tick
+                queue.used(node, tick, 1.0)
                 evictable.add(node)
                 queue.offer(node)
             case "lock":
@@ -133,17 +133,40 @@ def test_the_queue_pops_in_order_of_last_use(data) -> None:
                 oldest = min(evictable, key=lambda node: (node.used_tick, node.serial))
                 assert queue.pop(evictable.__contains__) is oldest
                 evictable.remove(oldest)
+                tick += 1  # what is used from now on is used later
             case "pop":
                 with pytest.raises(LookupError):
                     queue.pop(evictable.__contains__)
         queue.check(list(evictable))
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(1, 8), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40),
+)
+def test_what_is_dear_outlives_as_many_evictions_as_it_costs_more(costs, acts) -> None:
+    """The oracle is GreedyDual as it is published: an evicted page's worth is taken from all."""
+    queue = EvictionQueue()
+    nodes = [Node("", (n,), None, n, page=n) for n in range(len(costs))]
+    credit: dict[int, tuple[float, int]] = {}
+    for tick, (number, evict) in enumerate(acts):
+        if evict and credit:
+            node = queue.pop(lambda node, held=credit: node.serial in held)
+            lowest = min(value for value, _ in credit.values())
+            assert credit.pop(node.serial)[0] == pytest.approx(lowest, abs=1e-9)
+            credit = {n: (value - lowest, t) for n, (value, t) in credit.items()}
+        elif number < len(nodes):
+            queue.used(nodes[number], tick, costs[number])
+            queue.offer(nodes[number])
+            credit[number] = (costs[number], tick)
+
+
 def test_the_queue_does_not_grow_with_use() -> None:
     queue = EvictionQueue()
     node = Node("", (1,), None, 1, page=0)
     for tick in range(1000):
-        node.used_tick = tick
+        queue.used(node, tick, 1.0)
         queue.offer(node)
     assert len(queue._heap) == 1
 

@@ -46,9 +46,10 @@ older than its children and leaves come first by age too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from toque.memory.ghosts import Ghosts
 from toque.memory.pool import PagePool, require
 from toque.memory.radix import EvictionQueue, Node, RadixTree
 
@@ -76,13 +77,22 @@ class Holding:
 class CacheManager:
     """`key` is the request id. A sequence's life: match, admit, (grow, commit)*, release."""
 
-    def __init__(self, total_pages: int, block_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        total_pages: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        page_worth: Callable[[int], float] = lambda depth: 1.0,
+    ) -> None:
+        """`page_worth`: what the page at a depth costs to compute again, in any unit."""
         self.total_pages = total_pages
         self.block_size = block_size  # tokens per page
         self._prefix_caching = prefix_caching
         self._pool = PagePool(total_pages)
         self._tree = RadixTree(block_size)
         self._queue = EvictionQueue()
+        self._page_worth = page_worth
+        self._ghosts = Ghosts(total_pages)
         self._holdings: dict[str, Holding] = {}
         self._tick = 0
 
@@ -187,7 +197,7 @@ class CacheManager:
             self._pool.free(page)
         self._tick += 1
         for node in holding.nodes:
-            node.used_tick = self._tick
+            self._queue.used(node, self._tick, self._page_worth(node.depth))
         if holding.nodes:  # only the last can be a leaf
             self._offer(holding.nodes[-1])
 
@@ -198,6 +208,33 @@ class CacheManager:
     def num_pages(self, key: str) -> int:
         """Raises KeyError for an unknown key. O(1)."""
         return len(self._holdings[key].pages)
+
+    def lost_tokens(self, tokens: Sequence[int], salt: str, match: Match) -> int:
+        """How many of `tokens` after `match` had been cached and were given up, as far back as is
+        remembered (as many pages as the pool has). Ask once per request, at its admission; O(pages)
+        where anything was evicted."""
+        first, end = len(match.pages), max(0, len(tokens) - 1) // self.block_size
+        if match.pending is not None or not self._ghosts:
+            return 0
+        nodes, _ = self._walk(tokens, salt)
+        edges = [self._tree.edge(tokens, index) for index in range(first, end)]
+        above = nodes[first - 1] if first else None
+        return self._ghosts.following(above, salt, edges) * self.block_size
+
+    def page_states(self) -> bytes:
+        """One byte per page: 0 free, 1 cached, 2 held by one, 3 shared. O(total_pages)."""
+        return self._pool.states()
+
+    def runs(self) -> list[tuple[int, int, int, bool]]:
+        """The prefix tree in runs of pages without a fork, parents first: (place of the parent in
+        the list or -1, pages, holders of the last page, is it pending). O(nodes)."""
+        return [
+            (parent, pages, self._holders(last), last.page is None)
+            for parent, pages, last in self._tree.runs()
+        ]
+
+    def _holders(self, node: Node) -> int:
+        return 1 if node.page is None else self._pool.holders(node.page)
 
     def reset(self) -> None:
         """Frees every cached page. What sequences hold stays, and stays shareable."""
@@ -254,6 +291,7 @@ class CacheManager:
         node = self._queue.pop(self._evictable)
         page, parent = node.page, node.parent
         assert page is not None and parent is not None  # a ready node of the tree
+        self._ghosts.add(node)
         self._tree.remove(node)
         self._pool.free(page)
         self._offer(parent)

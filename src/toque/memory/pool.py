@@ -86,6 +86,10 @@ class PagePool:
         self._references[page] = FREE
         self._free.append(page)
 
+    def states(self) -> bytes:
+        """One byte per page: 0 free, 1 idle, 2 held by one, 3 by several. O(total_pages)."""
+        return bytes(min(count, 2) + 1 for count in self._references)
+
     def check(self) -> None:
         """Compares the free list with the counts. Raises AssertionError. O(total_pages)."""
         listed = set(self._free)

@@ -19,6 +19,7 @@ A node is in one of three states:
 from __future__ import annotations
 
 import heapq
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,9 @@ class Node:
     serial: int  # order of creation: breaks ties of `used_tick`
     page: int | None = None
     owner: str | None = None  # who computes it, while it is pending
+    depth: int = 0  # pages above it
+    path: int = 0  # a hash of the tokens from the root to here, and of the salt
+    worth: float = 0.0  # see EvictionQueue
     used_tick: int = 0  # when its last holder so far let go of it
     queued: bool = False  # has its one entry in the EvictionQueue
     children: dict[Edge, Node] = field(default_factory=dict)
@@ -120,6 +124,23 @@ class RadixTree:
                 yield node
             stack.extend(node.children.values())
 
+    def runs(self) -> list[tuple[int, int, Node]]:
+        """Runs of nodes of one kind (ready, pending) without a fork, parents first: (place of the
+        parent's run or -1, nodes, the last one). O(nodes)."""
+        found: list[tuple[int, int, Node]] = []
+        stack = [(child, -1) for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node, parent = stack.pop()
+            count = 1
+            while len(node.children) == 1:
+                (only,) = node.children.values()
+                if (only.page is None) != (node.page is None):
+                    break
+                node, count = only, count + 1
+            stack += [(child, len(found)) for child in node.children.values()]
+            found.append((parent, count, node))
+        return found
+
     def check(self) -> None:
         """Recomputes the shape. Raises AssertionError. O(nodes)."""
         for salt, root in self._roots.items():
@@ -156,17 +177,33 @@ class RadixTree:
 
     def _node(self, salt: str, edge: Edge, parent: Node | None) -> Node:
         self._next_serial += 1
-        return Node(salt, edge, parent, self._next_serial)
+        node = Node(salt, edge, parent, self._next_serial)
+        node.path = path_hash(salt, parent, edge)
+        node.depth = 0 if parent is None or parent.is_root else parent.depth + 1
+        return node
+
+
+def path_hash(salt: str, parent: Node | None, edge: Edge) -> int:
+    """The same in every process, unlike a string's own hash."""
+    if parent is None:
+        return zlib.crc32(salt.encode("utf-8", "surrogatepass"))
+    return hash((parent.path, edge))
 
 
 class EvictionQueue:
-    """Evictable leaves, least recently used first; ties go to the older node.
+    """Evictable leaves, those first whose loss costs least; ties go to the least recently used,
+    then to the older node.
+
+    A node's worth is what its page costs to compute again, plus the worth of the page evicted last
+    when it was used last (GreedyDual: Young, "The k-server dual and loose competitiveness for
+    paging", 1994). So what is not used ages as evictions go on, and what is dear ages longer. With
+    all pages equally dear this is the order of last use.
 
     A heap that is put right late. Each node has at most one entry, so that a prefix which is used
     a million times without an eviction does not grow the heap; the entry may be out of date:
 
-    - its tick may be older than the node's. Ticks only grow, so the entry comes up too early,
-      never too late, and is put back with the right tick;
+    - its worth or tick may be older than the node's. Both only grow, so the entry comes up too
+      early, never too late, and is put back with the right ones;
     - the node may have become held or an inner node since. Its entry is dropped then, and whoever
       makes the node evictable again offers it again.
 
@@ -174,34 +211,46 @@ class EvictionQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Node]] = []
+        self._heap: list[tuple[float, int, int, Node]] = []
+        self.floor = 0.0  # the worth of the page evicted last
+
+    def used(self, node: Node, tick: int, cost: float) -> None:
+        """Its last holder lets go of it. Costs of one node may only grow."""
+        node.used_tick, node.worth = tick, max(node.worth, self.floor + cost)
 
     def offer(self, node: Node) -> None:
         """The node has become evictable."""
         if not node.queued:
             node.queued = True
-            heapq.heappush(self._heap, (node.used_tick, node.serial, node))
+            heapq.heappush(self._heap, _entry(node))
 
     def pop(self, evictable: Callable[[Node], bool]) -> Node:
-        """Takes the least recently used of the nodes that are evictable now. Raises LookupError
-        where there is none."""
+        """Takes the first in order of the nodes that are evictable now. Raises LookupError where
+        there is none."""
         while self._heap:
-            tick, serial, node = heapq.heappop(self._heap)
+            entry = heapq.heappop(self._heap)
+            node = entry[3]
             if not evictable(node):
                 node.queued = False
-            elif tick < node.used_tick:
-                heapq.heappush(self._heap, (node.used_tick, serial, node))
+            elif entry[:3] < (node.worth, node.used_tick, node.serial):
+                heapq.heappush(self._heap, _entry(node))
             else:
                 node.queued = False
+                self.floor = max(self.floor, node.worth)
                 return node
         raise LookupError("no page can be evicted")
 
     def check(self, evictable: list[Node]) -> None:
         """`evictable`: all nodes that must be here. Raises AssertionError. O(nodes)."""
-        entries = {id(node): tick for tick, _, node in self._heap}
+        entries = {id(entry[3]) for entry in self._heap}
         require(len(entries) == len(self._heap), "a node is queued for eviction twice")
-        for tick, serial, node in self._heap:
+        for worth, tick, serial, node in self._heap:
             require(node.queued and serial == node.serial, f"{node} has a foreign queue entry")
-            require(tick <= node.used_tick, f"{node} would be evicted too late")
+            late = (worth, tick) > (node.worth, node.used_tick)
+            require(not late, f"{node} would be evicted too late")
         for node in evictable:
             require(id(node) in entries, f"{node} is evictable but not queued")
+
+
+def _entry(node: Node) -> tuple[float, int, int, Node]:
+    return node.worth, node.used_tick, node.serial, node

@@ -1,42 +1,157 @@
 """How long a step will take, learned from the steps before it.
 
-Owns: the running sums of a least-squares fit. Knows: a plan's sizes. Does not know: the hardware.
+Owns: the running sums of a least-squares fit. Knows: a step's sizes. Does not know: the hardware.
 
-time = constant + a * tokens + b * pairs, where pairs is the sum over chunks of queries x keys.
-Old steps fade, so that the fit follows the machine; coefficients are kept at or above zero.
+    ms = constant + a * tokens + b * pairs + c * context + d * outputs
+
+*tokens* pass through the layers, *pairs* are queries x keys of attention, *context* the keys and
+values that are read at all, *outputs* the rows whose logits are computed. No coefficient is below
+zero. What the fit minimizes is the relative error, so that a decode of 20 ms counts as much as a
+prompt's step of 500. A step far off the prediction (something else had the machine) counts less,
+as in Huber's estimator, "Robust Estimation of a Location Parameter" (1964).
+
+Steps fade: the last hundred or so count. Those with a prompt in them and those that only decode
+fade apart, or an hour of decoding would make the model forget what a prompt costs.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from toque.types import StepPlan
+from toque.types import Chunk, StepPlan
 
-FADE = 0.98  # weight of the past at each step: the last 50 or so count
-SCALE: NDArray[np.float64] = np.array([1.0, 1e2, 1e5])  # to one order of magnitude
+FADE = 0.99  # weight of the past at each step of a kind
+PRIOR = 1e-3  # weight of what was measured at start-up
+WIDE = 2.0  # an error beyond so many times the usual one counts in proportion, not squared
+SWEEPS = 30  # of coordinate descent, where the plain solution has a coefficient below zero
+TERMS = 5
+
+Floats = NDArray[np.float64]
 
 
-def features(plan: StepPlan) -> NDArray[np.float64]:  # [3]
-    """1, tokens (a scored one counts twice), query-key pairs; scaled."""
-    pairs = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens) for chunk in plan.chunks)
-    tokens = plan.num_tokens + sum(len(chunk.targets) for chunk in plan.chunks)
-    return np.array([1.0, tokens, pairs], dtype=np.float64) / SCALE
+@dataclass(slots=True)
+class Work:
+    """The sizes of a step, or of a part of one."""
+
+    tokens: int = 0
+    pairs: int = 0
+    context: int = 0
+    outputs: int = 0
+    prompts: bool = False  # some of it is more than one token of a sequence
+
+    def add(self, start: int, num_tokens: int, outputs: int, sign: int = 1) -> None:
+        """A chunk of `num_tokens` from position `start` on; sign -1 takes it back."""
+        self.tokens += sign * num_tokens
+        self.pairs += sign * num_tokens * (start + num_tokens)
+        self.context += sign * (start + num_tokens)
+        self.outputs += sign * outputs
+        self.prompts |= num_tokens > 1
+
+    def add_chunk(self, chunk: Chunk, sign: int = 1) -> None:
+        outputs = chunk.sample + len(chunk.targets)
+        self.add(chunk.start, chunk.num_tokens, outputs, sign)
+
+
+def work_of(chunks: Iterable[Chunk]) -> Work:
+    work = Work()
+    for chunk in chunks:
+        work.add_chunk(chunk)
+    return work
+
+
+def decode_work(lengths_tokens: Iterable[int]) -> Work:
+    """A step that gives one token to each sequence of these lengths."""
+    work = Work()
+    for length in lengths_tokens:
+        work.add(length - 1, 1, 1)
+    return work
 
 
 class StepCost:
-    def __init__(self, prefill_tokens_per_s: float) -> None:
-        """Starts from the one rate that was measured at start-up."""
-        prior = np.array([0.0, 1e3 / prefill_tokens_per_s, 0.0]) * SCALE  # ms
-        self._gram = np.eye(3) * 1e-2  # [3, 3]
-        self._moment = self._gram @ prior  # [3]
-        self._coefficients = prior  # ms per scaled feature
+    """Predicts milliseconds; `observe` corrects it. Starts from one rate, measured at start-up."""
 
-    def predicted_ms(self, plan: StepPlan) -> float:
-        return float(features(plan) @ self._coefficients)
+    def __init__(self, prefill_tokens_per_s: float) -> None:
+        self._ms = [0.0, 1e3 / prefill_tokens_per_s, 0.0, 0.0, 0.0]  # per term
+        self._start = np.array(self._ms)
+        self._gram = np.zeros((2, TERMS, TERMS))  # by kind: decodes only, with prompts
+        self._moment = np.zeros((2, TERMS))
+        self.error = 0.1  # the usual relative error, of late
+
+    def predicted_ms(self, work: Work) -> float:
+        one, tokens, pairs, context, outputs = self._ms
+        return (
+            one
+            + tokens * work.tokens
+            + pairs * work.pairs
+            + context * work.context
+            + outputs * work.outputs
+        )
+
+    def plan_ms(self, plan: StepPlan) -> float:
+        return self.predicted_ms(work_of(plan.chunks))
+
+    def prompt_ms(self, start: int, num_tokens: int) -> float:
+        """What computing so many tokens from `start` on adds to steps that run anyway."""
+        _, tokens, pairs, context, outputs = self._ms
+        # Half of the pairs: an earlier token of a prompt sees fewer keys; chunks make up for some.
+        per_token = tokens + pairs * (start + num_tokens / 2)
+        return per_token * num_tokens + context * (start + num_tokens) + outputs
+
+    def most_tokens(self, work: Work, start: int, limit_ms: float) -> int:
+        """The longest chunk from `start` on with which a step of `work` stays within the limit."""
+        if limit_ms == math.inf:
+            return 1 << 30
+        _, tokens, pairs, context, outputs = self._ms
+        room_ms = limit_ms - self.predicted_ms(work) - outputs - context * start
+        linear = tokens + pairs * start + context
+        if room_ms <= 0:
+            return 0
+        if pairs * room_ms < 1e-9 * linear * linear:
+            return int(room_ms / linear) if linear > 0 else 1 << 30
+        return int((math.sqrt(linear * linear + 4 * pairs * room_ms) - linear) / (2 * pairs))
+
+    def page_worth(self, depth: int, block_size: int) -> float:
+        """How much dearer than a prompt's first page the one at `depth` is to compute, >= 1."""
+        _, tokens, pairs, _, _ = self._ms
+        first = tokens + pairs * block_size
+        return 1.0 + pairs * block_size * depth / first if first > 0 else 1.0
 
     def observe(self, plan: StepPlan, measured_ms: float) -> None:
-        x = features(plan)
-        self._gram = FADE * self._gram + np.outer(x, x) + np.eye(3) * 1e-9
-        self._moment = FADE * self._moment + x * measured_ms
-        self._coefficients = np.maximum(np.linalg.solve(self._gram, self._moment), 0.0)
+        work = work_of(plan.chunks)
+        expected_ms = self.predicted_ms(work)
+        measured_ms = max(measured_ms, 1e-3)
+        error = abs(expected_ms - measured_ms) / measured_ms
+        weight = min(1.0, WIDE * self.error / error) if error > 0 else 1.0
+        self.error += 0.02 * (min(error, 1.0) - self.error)
+        terms = (1.0, work.tokens, work.pairs, work.context, work.outputs)
+        x = np.array(terms) / measured_ms  # relative: the aim is x @ ms = 1
+        kind = int(work.prompts)
+        self._gram[kind] = FADE * self._gram[kind] + weight * np.outer(x, x)
+        self._moment[kind] = FADE * self._moment[kind] + weight * x
+        self._ms = self._fit()
+
+    def _fit(self) -> list[float]:
+        """Least squares with no coefficient below zero, pulled a little towards the start."""
+        gram, moment = self._gram.sum(axis=0), self._moment.sum(axis=0)
+        scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
+        gram = gram / np.outer(scale, scale) + PRIOR * np.eye(TERMS)
+        moment = moment / scale + PRIOR * self._start * scale
+        found = np.linalg.solve(gram, moment)
+        if found.min() < 0:
+            found = _not_negative(gram, moment, np.maximum(found, 0.0))
+        return [float(value) for value in found / scale]
+
+
+def _not_negative(gram: Floats, moment: Floats, start: Floats) -> Floats:
+    """Minimizes x'Gx/2 - m'x over x >= 0, one coordinate after another. [TERMS]"""
+    g, m, x = gram.tolist(), moment.tolist(), start.tolist()
+    for _ in range(SWEEPS):
+        for i in range(TERMS):
+            slope = sum(g[i][j] * x[j] for j in range(TERMS)) - m[i]
+            x[i] = max(0.0, x[i] - slope / g[i][i])
+    return np.array(x)

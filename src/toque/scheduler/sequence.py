@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from toque.memory.radix import Node
-from toque.types import FinishReason, Request, Times, TokenId, Usage
+from toque.scheduler.diary import Diary
+from toque.types import FinishReason, Request, Slo, Times, TokenId, Usage
 
 
 class Status(Enum):
@@ -37,11 +38,26 @@ class Sequence:
     num_scored: int = 0  # prompt tokens whose logprobs have been reported
     last_on_worker: bool = False  # the row's last token was sampled there, no need to send it
     lost_tokens: int = 0  # computed before the last preemption and not again yet
+    spent_tokens: int = 0  # run through the model for it, each counted once
+    preemptions: int = 0
+    chunk_tokens: int = 0  # in the step planned last
+    key: tuple[float, ...] = ()  # the policy's, as of when it began to wait
+    hit_tokens: int = 0  # of its tokens, how many the prefix cache had when last asked
+    downgraded: bool = False  # nothing is promised any more
+    promised_s: float | None = None  # predicted time from arrival to its first token
     admitted_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
+    diary: Diary = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.diary = Diary(self.request.arrived_s)
+
+    @property
+    def slo(self) -> Slo | None:
+        """What is promised to it still."""
+        return None if self.downgraded else self.request.slo
 
     @property
     def id(self) -> str:
@@ -58,6 +74,11 @@ class Sequence:
     @property
     def num_to_do(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_expected(self) -> int:
+        """`num_to_do`, less what the prefix cache will probably spare a waiting one."""
+        return self.num_to_do - (self.hit_tokens if self.status is Status.WAITING else 0)
 
     @property
     def num_to_score(self) -> int:

@@ -8,8 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from toque.scheduler.cost import Work
+from toque.scheduler.queue import NO_LIMITS, QueueLimits
 from toque.scheduler.sequence import Sequence
-from toque.types import Chunk, Counters, Request, RowSetup, SamplingParams, TokenId
+from toque.types import (
+    Chunk,
+    Counters,
+    FinishReason,
+    RefusalCause,
+    Request,
+    RowSetup,
+    SamplingParams,
+    TokenId,
+    WaitReason,
+)
 
 RANGES = (
     ("max_tokens", 0, inf),
@@ -36,6 +48,7 @@ class Limits:
     vocab_size: int
     chunked_prefill: bool
     end_token_ids: frozenset[TokenId]
+    queue: QueueLimits = NO_LIMITS
 
     def why_not(self, request: Request) -> str | None:
         """Why the engine can never run this request. Serve has checked all of it already."""
@@ -79,15 +92,30 @@ class Draft:
     """A step plan in the making, by request id, so that a preemption can take a chunk back."""
 
     budget_tokens: int
+    now_s: float = 0.0
+    limit_ms: float = inf  # how long the step may take
+    spoken_for_pages: int = 0  # running sequences will ask for them soon
+    work: Work = field(default_factory=Work)
     setups: dict[str, RowSetup] = field(default_factory=dict)
     chunks: dict[str, Chunk] = field(default_factory=dict)
     preempted: bool = False
+
+    @property
+    def why_not(self) -> WaitReason:
+        """Why whoever comes next gets nothing of it."""
+        return WaitReason.SLO if self.budget_tokens and self.limit_ms < inf else WaitReason.BUDGET
+
+    def put(self, request_id: str, chunk: Chunk) -> None:
+        self.chunks[request_id] = chunk
+        self.budget_tokens -= chunk.num_tokens
+        self.work.add_chunk(chunk)
 
     def drop(self, request_id: str) -> None:
         self.setups.pop(request_id, None)
         chunk = self.chunks.pop(request_id, None)
         if chunk is not None:
             self.budget_tokens += chunk.num_tokens
+            self.work.add_chunk(chunk, sign=-1)
 
 
 @dataclass(slots=True)
@@ -113,9 +141,13 @@ class Totals:
     refused_slo: int = 0
     downgraded: int = 0
 
-    def admitted(self, sequence: Sequence, hit_tokens: int, now_s: float) -> None:
+    def admitted(
+        self, sequence: Sequence, hit_tokens: int, evicted_tokens: int, now_s: float
+    ) -> None:
         """Count an admission, in the sequence too; a prompt counts the first time only."""
-        self.recomputed_tokens += max(0, sequence.lost_tokens - hit_tokens)
+        again_tokens = max(0, sequence.lost_tokens - hit_tokens)
+        self.recomputed_tokens += again_tokens
+        sequence.spent_tokens -= again_tokens  # they will be computed, and count once
         sequence.lost_tokens = 0
         if sequence.admitted_s is not None:
             return
@@ -124,6 +156,20 @@ class Totals:
         self.prompt_tokens += sequence.num_prompt
         self.prefix_queries += sequence.num_prompt
         self.prefix_hits += hit_tokens
+        self.wasted_evicted_tokens += evicted_tokens
+
+    def ended(self, sequence: Sequence, reason: FinishReason, kept_tokens: int | None) -> None:
+        """Count what was computed for nothing; what a preemption cost is counted already."""
+        if reason is FinishReason.ABORT:
+            self.wasted_aborted_tokens += sequence.spent_tokens
+        elif reason is FinishReason.ERROR:
+            self.wasted_failed_tokens += sequence.spent_tokens
+        elif kept_tokens is not None:
+            self.wasted_stopped_tokens += max(0, sequence.num_output - kept_tokens)
+
+    def refused(self, cause: RefusalCause) -> None:
+        name = f"refused_{cause}"
+        setattr(self, name, getattr(self, name) + 1)
 
     def counters(self) -> Counters:
         return Counters(**{name: getattr(self, name) for name in Counters.__struct_fields__})

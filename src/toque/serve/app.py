@@ -18,8 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from toque import __version__
 from toque.errors import CapacityError, EngineError, RequestError
-from toque.serve.edge import GENERATION_PATHS, Edge
-from toque.serve.failures import FailedCall, describe
+from toque.serve.dashboard import PAGE_PATHS
+from toque.serve.dashboard.routes import page_routes
+from toque.serve.edge import GENERATION_PATHS, OUTCOME, Edge
+from toque.serve.failures import FailedCall, cause_of, describe
 from toque.serve.frontend import ClientGone
 from toque.serve.guard import Guard
 from toque.serve.health import operator_routes
@@ -45,6 +47,7 @@ def create_app(service: Service) -> Edge:
     app.include_router(model_routes(service))
     app.include_router(token_routes(service))
     app.include_router(operator_routes(service))
+    app.include_router(page_routes(service))
     _add_docs(app)
     _add_error_handlers(app, service)
     described = document(app)
@@ -52,7 +55,7 @@ def create_app(service: Service) -> Edge:
     options = service.options
     checked = KeyCheck(app, keys_of(options))
     guard = Guard(checked, options.host, options.allowed_hosts, options.allowed_origins)
-    paths = frozenset((*described["paths"], "/openapi.json", "/docs"))
+    paths = frozenset((*described["paths"], "/openapi.json", "/docs", *PAGE_PATHS))
     return Edge(guard, service.metrics, paths)
 
 
@@ -61,6 +64,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         failure = describe(error)
         if request.url.path in GENERATION_PATHS:
             service.metrics.refused(failure.status)
+            request.scope[OUTCOME]["cause"] = cause_of(failure.status, failure.code)
         return Response(failure.body(), failure.status, headers=dict(failure.header_list()))
 
     async def nobody_listens(request: Request, error: Exception) -> Response:

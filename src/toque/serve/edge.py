@@ -5,13 +5,19 @@ Owns: the number of exchanges in progress. Knows: the metrics. Does not know: wh
 
 from __future__ import annotations
 
+import time
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toque.metrics import Metrics
+from toque.serve.failures import cause_of
+from toque.serve.keys import key_of
 
 MODEL_ROUTE = "/v1/models/{name}"
+_FAMILIES = (("/v1/models/", MODEL_ROUTE), ("/v1/requests/", "/v1/requests/{id}/timeline"))
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
-OUTCOME = "toque.outcome"  # key of the scope: a dict in which a route may set "outcome"
+OUTCOME = "toque.outcome"  # key of the scope: a dict for "outcome" and "cause", set by routes
+NO_KEY = "none"  # in place of a key's label
 NO_ANSWER = 499  # the client went away first; nginx's number for it
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 
@@ -29,12 +35,14 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = NO_ANSWER
+        status, sent_bytes, began_s = NO_ANSWER, 0, time.monotonic()
 
         async def send_and_note(message: Message) -> None:
-            nonlocal status
+            nonlocal status, sent_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
+            else:
+                sent_bytes += len(message.get("body", b""))
             await send(message)
 
         told: dict[str, str] = {}  # what the route knows and the status line cannot say any more
@@ -47,19 +55,34 @@ class Edge:
             await self._app(scope, receive, send_and_note)
         finally:
             self.in_progress -= 1
-            self._count(scope, status)
+            self._count(scope, status, time.monotonic() - began_s, sent_bytes)
             if generates:
-                self._metrics.call_finished(told.get("outcome") or _outcome(status))
+                self._finished(scope, status, told)
 
-    def _count(self, scope: Scope, status: int) -> None:
+    def _count(self, scope: Scope, status: int, took_s: float, sent_bytes: int) -> None:
         route = self._route(scope["path"])
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.http(route, method, status)
+        self._metrics.exchange(route, took_s, _declared_bytes(scope), sent_bytes)
+
+    def _finished(self, scope: Scope, status: int, told: dict[str, str]) -> None:
+        outcome = told.get("outcome") or _outcome(status)
+        cause = None
+        if outcome != "success":
+            over = NO_ANSWER if outcome == "cancelled" else status
+            cause = told.get("cause") or cause_of(over)
+        key = key_of(scope)
+        self._metrics.call_finished(outcome, cause, NO_KEY if key is None else key.label)
 
     def _route(self, path: str) -> str:
         if path in self._routes:
             return path
-        return MODEL_ROUTE if path.startswith("/v1/models/") else "other"
+        return next((route for start, route in _FAMILIES if path.startswith(start)), "other")
+
+
+def _declared_bytes(scope: Scope) -> int:
+    given = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    return int(given) if given.isdigit() and len(given) < 16 else 0
 
 
 def _outcome(status: int) -> str:

@@ -51,6 +51,7 @@ _READ_ONLY = SamplingParams(max_tokens=0, temperature=0.0, seed=0)
 class EmbeddingJob:
     """One HTTP call, ready for the engine: one request for each input, in their order."""
 
+    id: str
     model: str
     requests: tuple[Request, ...]
     as_base64: bool
@@ -95,7 +96,11 @@ async def embedding_job(service: Service, body: EmbeddingBody, arrived_s: float)
     )
     as_base64 = body.encoding_format == "base64"
     return EmbeddingJob(
-        model=model, requests=requests, as_base64=as_base64, client_id=body.request_id
+        id=f"embd-{body.request_id or uuid.uuid4().hex}",
+        model=model,
+        requests=requests,
+        as_base64=as_base64,
+        client_id=body.request_id,
     )
 
 
@@ -136,7 +141,8 @@ class EmbeddingResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises FailedCall, EngineError: before anything was sent, for the error handlers."""
         job = self._job
-        async with open_call(self._service, job.client_id, job.requests, scope, receive) as call:
+        names = (job.id, job.client_id)
+        async with open_call(self._service, names, job.requests, scope, receive) as call:
             await self._collect(call)
             numbers = sum(len(vector) for vector in self._vectors.values()) // 4
             await send_json(send, await self._service.text_work(numbers, self._written))

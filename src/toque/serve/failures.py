@@ -66,6 +66,27 @@ class Failure:
         return headers
 
 
+_CAUSES = {
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    409: "conflict",
+    413: "too_large",
+    429: "overload",
+    499: "cancelled",
+    503: "unavailable",
+}
+
+
+def cause_of(status: int, code: str | None = None) -> str:
+    """One of metrics.CAUSES: what a call that failed with this status is counted as."""
+    if status in _CAUSES:
+        return _CAUSES[status]
+    if status < 500:
+        return "validation"
+    return "engine" if code == "engine_error" else "internal"
+
+
 class FailedCall(Exception):
     """Ends an HTTP call with this failure."""
 

@@ -20,23 +20,29 @@ from dataclasses import dataclass
 from toque import __version__
 from toque.errors import EngineError
 from toque.ipc import ServePort
-from toque.metrics import Metrics
+from toque.metrics import Metrics, Pace
+from toque.serve.dashboard.recent import Recent
 from toque.serve.failures import FailedCall, Failure
+from toque.serve.timelines import NOBODY, Origin, Timelines
 from toque.types import (
     Abort,
     EngineFailed,
     Event,
+    Explain,
     Finished,
     FinishReason,
     FromEngine,
     Heartbeat,
     Hello,
     Load,
+    Look,
     Refused,
     Request,
     Shutdown,
+    Snapshot,
     Spellings,
     StepReport,
+    Timeline,
     Tokens,
 )
 
@@ -56,6 +62,8 @@ class Call:
 
     def __init__(self, ids: Sequence[str], cut: Callable[[], None]) -> None:
         self.ids = tuple(ids)
+        self.ended = 0  # sequences whose last event has come
+        self.longest_tokens = 0  # output
         self.oldest_unread_s: float | None = None
         self._cut = cut
         self._unread: list[Event] = []
@@ -100,10 +108,10 @@ class Call:
 class _Open:
     """A sequence that the engine has and has not finished."""
 
-    arrived_s: float
+    pace: Pace
     call: Call | None  # None: its reader has left, its end is still to come
+    key: str  # label of the API key
     aborted: bool = False
-    last_token_s: float | None = None
 
 
 class EngineClient:
@@ -113,6 +121,9 @@ class EngineClient:
         self.hello: Hello | None = None
         self.failure: EngineError | None = None
         self.load = Load()
+        self.snapshot: Snapshot | None = None  # the last answer to `look`
+        self.timelines = Timelines()
+        self.recent = Recent(clock)
         self.predicted_ms = 0.0
         self.said_hello = asyncio.Event()
         self.gone = asyncio.Event()
@@ -122,6 +133,9 @@ class EngineClient:
         self._open: dict[str, _Open] = {}
         self._calls: set[Call] = set()
         self._quiet_since_s = clock()
+        self._answers: dict[str, asyncio.Future[None]] = {}  # to `explain`, by request id
+        self._looking: asyncio.Future[None] | None = None
+        metrics.probe("engine_silence_seconds", self.silence_s)
 
     # --------------------------------------------------------------------------------- requests
 
@@ -132,7 +146,10 @@ class EngineClient:
 
     @contextmanager
     def submit(
-        self, requests: Sequence[Request], cut: Callable[[], None] = lambda: None
+        self,
+        requests: Sequence[Request],
+        cut: Callable[[], None] = lambda: None,
+        origin: Origin = NOBODY,
     ) -> Iterator[Call]:
         """A call for these requests; what is unfinished when the block is left gets aborted.
 
@@ -144,9 +161,11 @@ class EngineClient:
         self._calls.add(call)
         if not self._open:
             self._quiet_since_s = self._clock()
-        for request in requests:
-            self._open[request.id] = _Open(request.arrived_s, call)
-            self._port.send(request)
+        paces = [Pace(request) for request in requests]
+        self.timelines.opened(origin, paces)
+        for pace in paces:
+            self._open[pace.request.id] = _Open(pace, call, origin.label)
+            self._port.send(pace.request)
         self._metrics.open_requests(len(self._open))
         try:
             yield call
@@ -200,6 +219,10 @@ class EngineClient:
 
     # ------------------------------------------------------------------------------------- life
 
+    def silence_s(self) -> float:
+        """Since the engine's last word, while it has work."""
+        return self._clock() - self._quiet_since_s if self._open else 0.0
+
     def stuck_s(self) -> float | None:
         """Seconds of silence with open work, once they are more than patience allows."""
         if not self._open:
@@ -242,6 +265,12 @@ class EngineClient:
                 self.load = Load(free_pages=message.total_pages, total_pages=message.total_pages)
                 self._metrics.hello(message, __version__)
                 self.said_hello.set()
+            case Timeline():
+                self.timelines.explained(message.id, message.notes)
+                _settle(self._answers.pop(message.id, None))
+            case Snapshot():
+                self.snapshot = message
+                _settle(self._looking)
             case EngineFailed():
                 raise EngineError(message.message)
 
@@ -256,22 +285,62 @@ class EngineClient:
             if entry is None:
                 continue
             if isinstance(event, Tokens):
-                self._timed(entry, len(event.ids), now_s, gaps_s)
+                self._timed(entry.pace, len(event.ids), now_s, gaps_s)
             elif isinstance(event, Finished | Refused):
-                del self._open[event.id]
-            if isinstance(event, Finished):
-                self._metrics.finished(event)
+                self._ended(entry, event)
             if entry.call is not None:
                 entry.call.push(event, now_s)
         self._metrics.token_gaps(gaps_s)
+        self.recent.step(report, gaps_s)
         self._metrics.open_requests(len(self._open))
 
-    def _timed(self, entry: _Open, tokens: int, now_s: float, gaps_s: dict[float, int]) -> None:
-        """Several tokens at once share the time since the last one."""
+    def _timed(self, pace: Pace, tokens: int, now_s: float, gaps_s: dict[float, int]) -> None:
         if not tokens:
             return
-        if entry.last_token_s is None:
-            self._metrics.first_token(now_s - entry.arrived_s)
+        gap_s = pace.came(tokens, now_s)
+        if gap_s is not None:
+            gaps_s[gap_s] += tokens
+        elif pace.first_s is not None:
+            self._metrics.first_token(pace.first_s)
+            self.recent.first_token(pace.first_s)
+
+    def _ended(self, entry: _Open, event: Finished | Refused) -> None:
+        del self._open[event.id]
+        self.timelines.ended(event)
+        pace, call = entry.pace, entry.call
+        if isinstance(event, Refused):
+            kept = self._metrics.refusal(event, pace.request)
         else:
-            gaps_s[(now_s - entry.last_token_s) / tokens] += tokens
-        entry.last_token_s = now_s
+            kept = self._metrics.finished(event, pace, entry.key)
+        if kept is not None:
+            self.recent.promise(kept)
+        if call is not None and isinstance(event, Finished):
+            call.ended += 1
+            call.longest_tokens = max(call.longest_tokens, event.usage.completion_tokens)
+            if call.ended == len(call.ids):
+                self._metrics.call_ended(call.ended, call.longest_tokens)
+
+    # -------------------------------------------------------------------------------- questions
+
+    async def look(self, patience_s: float) -> None:
+        """Have `snapshot` brought up to date; gives up while a step takes longer than this."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_future()
+            self._port.send(Look())
+        await asyncio.wait((self._looking,), timeout=patience_s)
+
+    async def explain(self, request_ids: Sequence[str], patience_s: float) -> None:
+        """Have `timelines` brought up to date for open requests; gives up as `look` does."""
+        asked = []
+        for request_id in request_ids:
+            if request_id not in self._answers:
+                self._answers[request_id] = asyncio.get_running_loop().create_future()
+                self._port.send(Explain(id=request_id))
+            asked.append(self._answers[request_id])
+        if asked:
+            await asyncio.wait(asked, timeout=patience_s)
+
+
+def _settle(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)

@@ -1,4 +1,4 @@
-"""API keys: who may call what. Deny by default: only /health and /ready are open.
+"""API keys: who may call what. Deny by default: open are /health, /ready and the page's files.
 
 Owns: the keys' digests. Knows: which scope a path needs. Does not know: what routes do.
 
@@ -22,14 +22,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toque.config import ServeOptions
 from toque.errors import ConfigError
+from toque.serve.dashboard import EVENTS_PATH, PAGE_PATHS
 from toque.serve.failures import Failure, send_failure
 
 INFERENCE, METRICS, ADMIN = "inference", "metrics", "admin"
 SCOPES = frozenset({INFERENCE, METRICS, ADMIN})
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", *PAGE_PATHS})
 # Any key will do: they tell nothing that one who may call the server does not know.
 _ANY_KEY_PATHS = frozenset({"/version", "/ping", "/docs", "/openapi.json"})
-_METRICS_PATHS = frozenset({"/metrics", "/load"})
+_METRICS_PATHS = frozenset({"/metrics", "/load", EVENTS_PATH})
 _SHORTEST_KEY_CHARS = 8
 _KEY = "toque.key"  # in the ASGI scope
 
@@ -147,7 +148,8 @@ class KeyCheck:
 
 
 def needed_scope(path: str) -> str | None:
-    """None: any key. What is not listed is inference."""
-    if path in _ANY_KEY_PATHS:
+    """None: any key. What is not listed is inference. A timeline is shown to the key that its
+    request came with and to those with `metrics`: the route looks itself."""
+    if path in _ANY_KEY_PATHS or path.startswith("/v1/requests/"):
         return None
     return METRICS if path in _METRICS_PATHS else INFERENCE

@@ -74,7 +74,7 @@ class Server:
     def __init__(
         self, sock: socket.socket, options: ServeOptions, port: ServePort, seed: int | None = None
     ) -> None:
-        metrics = Metrics()
+        metrics = Metrics(options.metrics_compat)
         self.connections = Connections()
         self.client = EngineClient(port, metrics)
         self.service = Service(options, self.client, metrics, self.connections, seed)
@@ -132,7 +132,8 @@ class Server:
     async def _load(self, load_tokenizer: Callable[[], TextTokenizer]) -> bool:
         """Load what the model's text needs while the engine loads the model; false = impossible."""
         try:
-            self.service.tokenizer = await asyncio.to_thread(load_tokenizer)
+            with self.service.metrics.phase("tokenizer"):
+                self.service.tokenizer = await asyncio.to_thread(load_tokenizer)
         except ToqueError as error:
             log.error("the tokenizer could not be loaded: %s", error)
             return False
@@ -148,7 +149,8 @@ class Server:
             log.error("%s", error)
             return False
         names = ", ".join(self.service.model_names(hello))
-        log.info("ready: %s serves %s (docs at /docs)", self._url(), names)
+        took_s = self.service.metrics.ready()
+        log.info("ready: %s serves %s, %.1f s", self._url(), names, took_s)
         return True
 
     def _url(self) -> str:

@@ -21,10 +21,12 @@ from toque.errors import EngineError
 from toque.serve.answers import Writer
 from toque.serve.choice import Choice, choices_of
 from toque.serve.edge import OUTCOME
-from toque.serve.failures import FailedCall, Failure, describe
+from toque.serve.failures import FailedCall, Failure, cause_of, describe
 from toque.serve.frontend import Call, ClientGone
+from toque.serve.keys import key_of
 from toque.serve.prepare import Job
 from toque.serve.service import Service
+from toque.serve.timelines import Origin
 from toque.types import FinishReason, Request
 
 log = logging.getLogger("toque.serve")
@@ -57,7 +59,8 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises FailedCall, EngineError: before anything was sent, for the error handlers."""
         job = self._job
-        async with open_call(self._service, job.client_id, job.requests, scope, receive) as call:
+        names = (job.id, job.client_id)
+        async with open_call(self._service, names, job.requests, scope, receive) as call:
             if job.stream:
                 await self._stream(call, send, scope[OUTCOME])
             else:
@@ -96,7 +99,7 @@ class GenerationResponse(Response):
         return await self._service.text_work(SCORE_CHARS * scores, write)
 
     def _failed(self, failure: Failure, told: dict[str, str]) -> bytes:
-        told["outcome"] = "failed"
+        told["outcome"], told["cause"] = "failed", cause_of(failure.status, failure.code)
         self._service.metrics.refused(failure.status)
         return b"data: " + failure.body() + b"\n\n"
 
@@ -156,7 +159,7 @@ async def _send_part(send: Send, body: bytes) -> None:
 @asynccontextmanager
 async def open_call(
     service: Service,
-    client_id: str | None,
+    names: tuple[str, str | None],  # of the call: its own, and the client's where it gave one
     requests: Sequence[Request],
     scope: Scope,
     receive: Receive,
@@ -164,9 +167,10 @@ async def open_call(
     """The engine's answers to `requests`, while the client is there: leaving the block aborts what
     is unfinished, and a ClientGone in it ends here."""
     peer = scope["client"]
+    origin = Origin(*names, key_of(scope))
     with (
-        service.open_ids.held(client_id),
-        service.client.submit(requests, lambda: service.connections.cut(peer)) as call,
+        service.open_ids.held(names[1]),
+        service.client.submit(requests, lambda: service.connections.cut(peer), origin) as call,
     ):
         async with _watching(receive, call):
             try:

@@ -179,7 +179,7 @@ class Worker:
         try:
             masks = [self._constraints.mask(row) for row in rows]
             sampled = self._state.sampler.sample(logits, rows, positions, masks)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  logged by _failed, or tried again alone
             if len(chunks) == 1:
                 return [_failed(rows[0], error)]
             apart = zip(chunks, np.split(logits, len(chunks)), strict=True)
@@ -193,7 +193,7 @@ class Worker:
             return sampled
         try:
             complete = self._constraints.accept(sampled.row, sampled.token)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  logged by _failed
             return _failed(sampled.row, error)
         return structs.replace(sampled, complete=True) if complete else sampled
 
