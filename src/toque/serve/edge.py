@@ -14,7 +14,8 @@ from toque.serve.failures import cause_of
 from toque.serve.keys import key_of
 
 MODEL_ROUTE = "/v1/models/{name}"
-_FAMILIES = (("/v1/models/", MODEL_ROUTE), ("/v1/requests/", "/v1/requests/{id}/timeline"))
+TIMELINE_ROUTE = "/v1/requests/{name}/timeline"
+_FAMILIES = (("/v1/models/", MODEL_ROUTE), ("/v1/requests/", TIMELINE_ROUTE))
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
 OUTCOME = "toque.outcome"  # key of the scope: a dict for "outcome" and "cause", set by routes
 NO_KEY = "none"  # in place of a key's label

@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from toque.metrics import CONTENT_TYPE
 from toque.serve import fields
 from toque.serve.answers import Answer, ChatChoice, TextChoice
-from toque.serve.edge import GENERATION_PATHS, MODEL_ROUTE
+from toque.serve.dashboard import EVENTS_PATH
+from toque.serve.edge import GENERATION_PATHS, MODEL_ROUTE, TIMELINE_ROUTE
 from toque.serve.embeddings import EmbeddingAnswer
 from toque.serve.schema import RULES
 from toque.types import Load
@@ -59,6 +60,7 @@ _ANSWER_OF = {
     "/ping": "Status",
     "/load": "Load",
     "/version": "Version",
+    TIMELINE_ROUTE: "Timeline",
 }
 _STREAMING = ("/v1/completions", "/v1/chat/completions")
 _NAMES_A_MODEL = (*GENERATION_PATHS, MODEL_ROUTE, "/tokenize", "/detokenize")
@@ -186,6 +188,7 @@ _PLAIN: Json = {
     "Text": _closed(prompt=_TEXT),
     "Status": _closed(status=_TEXT),
     "Version": _closed(version=_TEXT),
+    "Timeline": {"type": "object", "required": ["id", "sequences"]},
     "Load": _closed(server_load=_NUMBER, **_load_fields()),
 }
 
@@ -208,6 +211,8 @@ def _about_answer(path: str) -> str:
 def _content(path: str) -> Json:
     if path == "/metrics":
         return {CONTENT_TYPE.partition(";")[0]: {"schema": _TEXT}}
+    if path == EVENTS_PATH:
+        return {"text/event-stream": {}}
     content: Json = {"application/json": {"schema": _reference(_ANSWER_OF[path])}}
     if path in _STREAMING:
         content["text/event-stream"] = {}  # OpenAPI 3.1 has no schema of one event
@@ -215,7 +220,8 @@ def _content(path: str) -> Json:
 
 
 def _statuses(path: str, method: str) -> tuple[int, ...]:
-    named = (404,) if path in _NAMES_A_MODEL else ()
+    named = (404,) if path in (*_NAMES_A_MODEL, TIMELINE_ROUTE) else ()
     read = (413,) if method == "post" and path != "/ping" else ()
     generating = (409, 429) if path in GENERATION_PATHS else ()
-    return (*_ANYWHERE, *named, *read, *generating)
+    watching = (429,) if path == EVENTS_PATH else ()
+    return (*_ANYWHERE, *named, *read, *generating, *watching)
