@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.engine.test_scoring import run
 from toque import LLM
 from toque.build import Loaded, load
 from toque.config import EngineOptions
-from toque.kernels.api import Floats, ForwardBatch
+from toque.kernels.api import Floats, ForwardBatch, LayerKV
 from toque.scheduler.step import Limits
 from toque.types import (
     Event,
@@ -29,6 +30,7 @@ from toque.types import (
     Tokens,
 )
 from toque.worker.pooling import StatePool
+from toque.worker.program import Program
 
 READ_ONLY = SamplingParams(max_tokens=0, temperature=0.0, seed=0)
 
@@ -205,28 +207,26 @@ def test_what_has_no_direction_is_no_vector(bad: list[list[float]]) -> None:
         pool.vector()
 
 
-def test_states_that_are_not_numbers_fail_their_own_request(tiny_config: Path) -> None:
-    """One token's embedding is broken: who has it gets an error, the neighbours their vectors."""
+def test_states_that_are_not_numbers_fail_their_own_request(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token's states are broken: who has it gets an error, the neighbours their vectors."""
     loaded = load(tiny_config, EngineOptions(load_format="dummy", kernels="cpu"))
     good = [r for r in requests() if r.pooling is not None]
     bad = structs.replace(good[1], id="bad", prompt=(5, 99, 5))
-    real = loaded.model.hidden
+    real = Program.hidden
 
-    class Broken:
-        """The model, but for the sequence that holds token 99."""
-
-        def hidden(self, batch: ForwardBatch, kv: object) -> Floats:
-            rows = real(batch, kv).copy()  # type: ignore[arg-type]
-            for begin, end in zip(batch.chunk_starts[:-1], batch.chunk_starts[1:], strict=True):
-                if 99 in batch.ids[begin:end]:
-                    rows[(batch.output_rows >= begin) & (batch.output_rows < end)] = np.nan
-            return rows
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(loaded.model, name)
+    def broken(program: Program, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
+        """What the model computes, but for the sequence that holds token 99."""
+        rows = real(program, batch, kv).copy()
+        for begin, end in zip(batch.chunk_starts[:-1], batch.chunk_starts[1:], strict=True):
+            if 99 in batch.ids[begin:end]:
+                rows[(batch.output_rows >= begin) & (batch.output_rows < end)] = np.nan
+        return rows
 
     quiet = answers(run(loaded, CONFIG, good))
-    events = run(replace(loaded, model=Broken()), CONFIG, [*good[:3], bad, *good[3:]])  # type: ignore[arg-type]
+    monkeypatch.setattr(Program, "hidden", broken)
+    events = run(loaded, CONFIG, [*good[:3], bad, *good[3:]])
     assert answers(events) == quiet
     (end,) = (e for e in events if isinstance(e, Finished) and e.id == "bad")
     assert end.reason is FinishReason.ERROR and end.error

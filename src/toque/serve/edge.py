@@ -5,6 +5,7 @@ Owns: the number of exchanges in progress. Knows: the metrics. Does not know: wh
 
 from __future__ import annotations
 
+import logging
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toque.metrics import Metrics
 from toque.serve.failures import cause_of
 from toque.serve.keys import key_of
+
+log = logging.getLogger("toque.serve")
 
 MODEL_ROUTE = "/v1/models/{name}"
 TIMELINE_ROUTE = "/v1/requests/{name}/timeline"
@@ -36,14 +39,15 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, sent_bytes, began_s = NO_ANSWER, 0, time.monotonic()
+        status, sent_bytes, began_s, complete = NO_ANSWER, 0, time.monotonic(), False
 
         async def send_and_note(message: Message) -> None:
-            nonlocal status, sent_bytes
+            nonlocal status, sent_bytes, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
             else:
                 sent_bytes += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
             await send(message)
 
         told: dict[str, str] = {}  # what the route knows and the status line cannot say any more
@@ -54,6 +58,12 @@ class Edge:
         self.in_progress += 1
         try:
             await self._app(scope, receive, send_and_note)
+        except Exception:
+            # What failed has been answered. Raised further, the server would close the connection,
+            # which the client has been told nothing of: its next request would meet a reset.
+            if not complete:
+                raise
+            log.exception("a request failed")
         finally:
             self.in_progress -= 1
             self._count(scope, status, time.monotonic() - began_s, sent_bytes)
