@@ -68,6 +68,9 @@ ENFORCED: dict[str, Schema] = {
     "one bound": {"type": "integer", "minimum": 1000000},
     "multiple": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 1000},
     "multiple of a number": {"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 10},
+    "open bound at zero": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    "open bounds elsewhere": {"type": "number", "exclusiveMinimum": 0.5, "exclusiveMaximum": 0.7},
+    "integers between fractions": {"type": "integer", "minimum": 0.5, "maximum": 1.5},
     # arrays
     "array": {"type": "array", "items": BOOLEAN, "maxItems": 4},
     "array bounds": {"type": "array", "items": INTEGER, "minItems": 2, "maxItems": 3},
@@ -113,6 +116,14 @@ ENFORCED: dict[str, Schema] = {
     },
     "no properties": {"type": "object", "additionalProperties": False},
     "nothing optional": record(),
+    "required that a pattern describes": {
+        "type": "object",
+        "required": ["x1"],
+        "patternProperties": {"^x": INTEGER},
+        "additionalProperties": False,
+    },
+    "property that cannot be": {"type": "object", "properties": {"a": False, "b": BOOLEAN}},
+    "names of keywords": record(**{"$ref": BOOLEAN, "not": BOOLEAN, "title": SHORT}),
     # combinations
     "anyOf": {"anyOf": [BOOLEAN, {"type": "integer", "minimum": 10}, record(a=BOOLEAN)]},
     "oneOf of types": {"oneOf": [BOOLEAN, INTEGER, {"type": "null"}]},
@@ -200,6 +211,31 @@ REFUSED: dict[str, tuple[Schema, str]] = {  # the message names this
     "unknown dialect": ({"$schema": "https://example.com/mine"}, "example.com"),
     "oneOf that overlaps": ({"oneOf": [{"minimum": 1}, {"maximum": 5}]}, "oneOf"),
     "minProperties": ({"type": "object", "minProperties": 3}, "'minProperties'"),
+    "declared and matched": (
+        {**record(mark=INTEGER), "patternProperties": {"^mark$": INTEGER}},
+        "matches 'mark'",
+    ),
+    "declared and matched in two parts": (
+        {"allOf": [record(mark=INTEGER), {"patternProperties": {"ar": INTEGER}}]},
+        "matches 'mark'",
+    ),
+    "open bound at zero": (
+        record(p={"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}),
+        "/properties/p: 'exclusiveMinimum' 0",
+    ),
+    "open bound below zero": (
+        {"type": "number", "exclusiveMaximum": 0, "minimum": -0.01},
+        "'exclusiveMaximum' 0",
+    ),
+    "open bound in two parts": (
+        {"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]},
+        "'exclusiveMinimum' 0",
+    ),
+    "boolean bound": ({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, "a number"),
+    "required of nothing": (
+        {"type": "object", "required": ["z"], "additionalProperties": False},
+        "'z'",
+    ),
     "a number as schema": (record(a=5), "/properties/a"),
     "endless": ({"$ref": "#"}, "nothing can match"),
     "deep": ({"items": {"items": {"not": {}}}}, "/items/items"),

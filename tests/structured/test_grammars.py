@@ -130,6 +130,14 @@ def test_rules_may_not_steer_the_sampler(attribute: str) -> None:
     check_lark('start: a "[temperature=1]"\na[lazy]: /x*/ "]"')
 
 
+def test_schemas_inside_a_grammar_are_checked_too() -> None:
+    with pytest.raises(RequestError, match="maxlength"):
+        check_lark('start: "a" obj\nobj: %json {"items": {"maxlength": 3}} "b"')
+    with pytest.raises(RequestError, match="x-guidance"):
+        check_lark('start: %json {"x-guidance": {"lenient": true}}')
+    check_lark('start: %json {"items": {"maxLength": 3}} "b"')
+
+
 # ------------------------------------------------------------------------------- what begins late
 
 

@@ -17,11 +17,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toque.errors import RequestError
-from toque.structured.schema import SchemaError, check_schema, children
+from toque.structured.schema import SchemaError, check_schema, children, merges, subschemas
 from toque.types import Grammar, GrammarKind, Spellings, TokenId
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_CHARS = 1 << 19
 MAX_LEXER_STATES = 20_000  # a kilobyte or two each, per sequence
 PLACE_S = 0.5  # for finding out what of a schema is wrong
+MAX_PATTERN_TRIALS = 4096  # patterns of keys x declared keys
 MAX_CHOICES = 4096
 CACHED_CHARS = 4 << 20  # of grammar text; a compiled one takes some fifty times as much
 # Between two tokens of JSON. The bound keeps a weak model from writing blanks for ever.
@@ -120,7 +122,30 @@ class Compiler:
             if grammar.kind is GrammarKind.JSON_SCHEMA:
                 raise SchemaError(self._place(json.loads(grammar.text), reason), reason)
             raise GrammarError(reason)
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            self._check_patterns(json.loads(grammar.text))
         return matcher
+
+    def _check_patterns(self, schema: Any) -> None:
+        """A pattern of keys that also matches a declared key is a dead end for llguidance."""
+        nodes = [(place, node) for place, node in subschemas(schema) if isinstance(node, dict)]
+        everywhere = {name for _, node in nodes for name in node.get("properties", ())}
+        merged = merges(schema)
+        for place, node in nodes:
+            names = everywhere if merged else node.get("properties", ())
+            if len(names) * len(node.get("patternProperties", ())) > MAX_PATTERN_TRIALS:
+                raise SchemaError(place, "'patternProperties' has too many patterns")
+            for pattern in node.get("patternProperties", ()) if names else ():
+                keys = {"type": "string", "pattern": pattern}
+                key = self._built(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(keys)))
+                for name in names:
+                    if self._reads(key.deep_copy(), json.dumps(name, ensure_ascii=False)):
+                        message = f"a pattern of 'patternProperties' matches {name[:64]!r}"
+                        raise SchemaError(place, f"{message}, which is declared: not supported")
+
+    def _reads(self, matcher: LLMatcher, text: str) -> bool:
+        tokens = self._tokenizer.greedy_tokenize(text)
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
     def _built(self, grammar: Grammar) -> LLMatcher:
         """Perhaps in its state of error."""
@@ -207,12 +232,16 @@ def inline_schema(schema: Mapping[str, Any]) -> str:
 
 
 def check_lark(text: str) -> None:
-    """A client's own grammar may not ask for what would not be done. Raises GrammarError."""
+    """A client's own grammar may not ask for what would not be done.
+
+    Raises GrammarError, SchemaError.
+    """
     foreign = _FOREIGN_ATTRIBUTE.search(_LITERAL.sub("", text))
     if foreign is not None:
         raise GrammarError(f"the attribute '{foreign[1]}' of a rule is not supported")
-    if "x-guidance" in text:
-        raise GrammarError("'x-guidance' is not supported")
+    for inline in re.finditer(r"%json\s*", text):
+        with suppress(ValueError, RecursionError):  # not JSON: llguidance says where
+            check_schema(json.JSONDecoder().raw_decode(text, inline.end())[0])
 
 
 def quoted(text: str) -> str:
