@@ -16,7 +16,7 @@ from toque.errors import RequestError
 from toque.structured.grammar import Compiler
 from toque.types import Grammar, GrammarKind
 
-SEEDS = 20
+SEEDS = 8
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +35,24 @@ def check(schema: dict[str, Any], value: Any) -> None:
 
 @pytest.mark.parametrize("name", ENFORCED)
 def test_every_output_is_valid(compiler: Compiler, name: str) -> None:
+    walk_and_check(compiler, name, SEEDS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ENFORCED)
+def test_every_output_is_valid_however_often(compiler: Compiler, name: str) -> None:
+    walk_and_check(compiler, name, 200)
+
+
+def walk_and_check(compiler: Compiler, name: str, seeds: int) -> None:
     schema = ENFORCED[name]
     ended = 0
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         text = walk(compiler, grammar_of(schema), seed)
         if text is not None:
             ended += 1
             check(schema, json.loads(text))
-    assert ended >= SEEDS // 4, f"only {ended} outputs came to their end"
+    assert ended >= seeds // 4, f"only {ended} outputs came to their end"
 
 
 @pytest.mark.parametrize("name", REFUSED)
