@@ -119,10 +119,10 @@ class Compiler:
         matcher = self._built(grammar)
         if matcher.is_error():
             reason = _reason(matcher.get_error())
-            if grammar.kind is GrammarKind.JSON_SCHEMA:
+            if grammar.kind == GrammarKind.JSON_SCHEMA:
                 raise SchemaError(self._place(json.loads(grammar.text), reason), reason)
             raise GrammarError(reason)
-        if grammar.kind is GrammarKind.JSON_SCHEMA:
+        if grammar.kind == GrammarKind.JSON_SCHEMA:
             self._check_patterns(json.loads(grammar.text))
         return matcher
 
