@@ -81,7 +81,9 @@ class Compiler:
         wrapped = llguidance.TokenizerWrapper(
             _Tokenizer(spellings.tokens, spellings.markers, eos_token_id=ends[0])
         )
-        self._tokenizer: LLTokenizer = llguidance.LLTokenizer(wrapped, eos_token=ends)
+        # In two parts, because each holds the interpreter's lock to its end.
+        trie = llguidance.LLTokenizer(wrapped, eos_token=ends, slices=[])
+        self._tokenizer: LLTokenizer = trie.with_slices(trie.json_slices())
         self.markers = markers_of(spellings)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
