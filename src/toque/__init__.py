@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineOptions", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineOptions", "Grammar", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from toque.config import EngineOptions
     from toque.llm import LLM
-    from toque.types import SamplingParams
+    from toque.types import Grammar, SamplingParams
 
 
 def __getattr__(name: str) -> Any:
@@ -31,4 +31,8 @@ def __getattr__(name: str) -> Any:
         from toque.types import SamplingParams
 
         return SamplingParams
+    if name == "Grammar":
+        from toque.types import Grammar
+
+        return Grammar
     raise AttributeError(f"module 'toque' has no attribute {name!r}")

@@ -29,6 +29,7 @@ from toque.types import (
     Event,
     Finished,
     FinishReason,
+    Grammar,
     Logprob,
     Pooling,
     PromptScores,
@@ -42,6 +43,7 @@ from toque.types import (
 )
 
 Prompt = str | Sequence[int]
+IDLE_WAIT_S = 0.01  # for a grammar that is being compiled
 
 
 @dataclass(slots=True)
@@ -83,12 +85,17 @@ class LLM:
         )
         self._seed = seed
         self._calls = 0
+        self._taught = False  # the engine knows how tokens are spelled
         self._open: dict[str, _Choice] = {}  # by request id, of all calls in progress
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        grammar: Grammar | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text, or token ids), all in one batch; order is kept.
+        """Complete every prompt (text, or token ids), all in one batch; order is kept. Outputs
+        match `grammar` if there is one and they end by themselves.
 
         Raises RequestError for a prompt that cannot be served, EngineError if one failed.
         """
@@ -96,7 +103,7 @@ class LLM:
         listed = _as_list(prompts)
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in listed]
         outputs = [RequestOutput(p, [Completion(i) for i in range(params.n)]) for p in ids]
-        for _ in self._run(outputs, params):
+        for _ in self._run(outputs, params, grammar=grammar):
             pass
         return outputs
 
@@ -117,10 +124,13 @@ class LLM:
         return np.array([np.frombuffer(output.vector, "<f4") for output in outputs])
 
     def chat(
-        self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None
+        self,
+        messages: list[dict[str, Any]],
+        sampling: SamplingParams | None = None,
+        grammar: Grammar | None = None,
     ) -> RequestOutput:
         """Answer a conversation through the model's own chat template."""
-        return self.generate(self.tokenizer.encode_chat(messages), sampling)[0]
+        return self.generate(self.tokenizer.encode_chat(messages), sampling, grammar)[0]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece."""
@@ -143,10 +153,11 @@ class LLM:
         outputs: list[RequestOutput],
         params: SamplingParams,
         pooling: Pooling | None = None,
+        grammar: Grammar | None = None,
     ) -> Iterator[None]:
         """Submit, then step until all have finished; yields after each step. Calls may interleave:
         each step serves all that are open. What a caller leaves unfinished is aborted."""
-        mine = self._submit(outputs, params, pooling)
+        mine = self._submit(outputs, params, pooling, grammar)
         try:
             while not all(choice.done for choice in mine.values()):
                 self._step()
@@ -161,7 +172,8 @@ class LLM:
 
     def _step(self) -> None:
         """One step of the engine; its events go to whichever call they belong to."""
-        self.engine.core.step()
+        core = self.engine.core
+        core.step(0.0 if core.scheduler.has_work else IDLE_WAIT_S)
         for message in self._channel.drain():
             for event in message.events if isinstance(message, StepReport) else ():
                 choice = self._open.get(event.id)
@@ -176,8 +188,15 @@ class LLM:
                     del self._open[event.id]
 
     def _submit(
-        self, outputs: list[RequestOutput], params: SamplingParams, pooling: Pooling | None
+        self,
+        outputs: list[RequestOutput],
+        params: SamplingParams,
+        pooling: Pooling | None,
+        grammar: Grammar | None,
     ) -> dict[str, _Choice]:
+        if grammar is not None and not self._taught:
+            self._channel.send(self.tokenizer.spellings(self.engine.hello.end_token_ids))
+            self._taught = True
         self._calls += 1
         mine: dict[str, _Choice] = {}
         requests: list[Request] = []
@@ -191,6 +210,7 @@ class LLM:
                     choice=completion.index,
                     arrived_s=time.monotonic(),
                     pooling=pooling,
+                    grammar=grammar,
                 )
                 requests.append(request)
                 stream = TextStream(self.tokenizer, params.stop)

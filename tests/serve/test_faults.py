@@ -55,6 +55,7 @@ ELSEWHERE = {
     "KV07": "engine/test_scheduler.py::test_decodes_are_not_stopped_by_a_long_prompt",
     "KV08": "engine/test_scheduler.py::test_a_short_prompt_is_not_stuck_behind_a_long_one",
     "KV22": "model/test_spec.py::test_a_sliding_window_bounds_the_context",
+    "ST06": "structured/test_grammars.py::test_the_cache_is_bounded",
     "SV03": "serve/test_api_life.py::test_health_is_progress_not_a_pulse",
     "SV05": "serve/test_api_life.py::test_routes_wait_for_the_model",
     "SV06": "unit/test_tokenizer.py::test_other_threads_go_on_while_a_long_text_is_encoded",
@@ -77,12 +78,9 @@ ELSEWHERE = {
 }
 
 _TOOLS = "tool calls do not exist yet: `tools` and messages of tools are refused by name"
-_SCHEMA = "structured output does not exist yet: `response_format` is refused by name"
 _SPLIT = "disaggregation does not exist: one engine holds a request from its prompt to its end"
 NOT_YET = {
     "RV23": _TOOLS,
-    "ST06": _SCHEMA,
-    "ST12": _SCHEMA,
     "ST13": _TOOLS,
     "ST15": _TOOLS,
     "ST18": _TOOLS,
@@ -286,20 +284,106 @@ def test_rv17_content_types(server: Talk, kind: str | None) -> None:
     assert answer.status_code == 200
 
 
-def test_rv19_st01_st03_st04_st09_st10_schemas_are_refused_whatever_they_say(server: Talk) -> None:
-    deep: Any = {"type": "integer"}
-    for level in range(9):
-        deep = {"oneOf": [{"type": "object", "properties": {f"k{level}": deep}}]}
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
+
+def test_rv19_st01_wrong_schemas_are_refused_with_their_place(server: Talk) -> None:
     schemas = ({"type": "zigzag"}, {"type": "object", "required": 5}, {"$ref": "#/$defs/none"},
-               {"type": "string", "pattern": "(["}, {"enum": []}, True, [], "x", None, deep,
-               {"type": "string", "pattern": "^(a|b)*a(a|b){28}$"},
-               {"pattern": "^[A-F]+$", "maxLength": 4}, {"patternProperties": {}})  # fmt: skip
-    formats: list[Any] = [{"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-                          for schema in schemas]  # fmt: skip
-    formats += [{"type": "json_schema", "schema": {}}, {"type": "zigzag"}, {}, "x", 5]
+               {"type": "array", "items": [{"type": "string"}]},
+               {"type": "string", "pattern": "(["}, {"enum": []},
+               {"minimum": 5, "maximum": 1, "type": "integer"},
+               True, [], "x", None)  # fmt: skip
+    formats: list[Any] = [schema_format(schema) for schema in schemas]
+    formats += [{"type": "json_schema", "schema": {}}, {"type": "json_schema"}]
+    formats += [{"type": "zigzag"}, {}, "x", 5]
     for form in formats:
         server.refuses("response_format", CHAT, response_format=form)
+    nested = schema_format({"properties": {"a": {"items": {"type": "zigzag"}}}})
+    status, body = server.chat(response_format=nested)
+    assert status == 400 and "/properties/a/items" in body["error"]["message"]
     assert server.chat(max_tokens=1, response_format={"type": "text"})[0] == 200
+
+
+def wide_schema(depth: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for level in range(depth):
+        names = [f"k{level}_{i}" for i in range(3)]
+        schema = {
+            "oneOf": [
+                {"type": "object", "properties": {name: schema}, "required": [name]}
+                for name in names
+            ]
+        }
+    return schema
+
+
+def test_st03_st04_schemas_that_explode_hold_nobody_up(server: Talk) -> None:
+    free = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    quiet = server.text("neighbour", **free)
+    explodes = schema_format({"type": "string", "pattern": "^(a|b)*a(a|b){28}$"})
+
+    def bound(form: Any) -> tuple[int, Any]:
+        return server.chat(max_tokens=20, response_format=form)
+
+    found = server.together(
+        lambda: bound(explodes), lambda: bound(schema_format(wide_schema(9))),
+        lambda: bound(schema_format(wide_schema(6))),
+        *(lambda: server.text("neighbour", **free) for _ in range(4)),
+    )  # fmt: skip
+    assert [status for status, _ in found[:3]] == [200, 400, 400]
+    assert found[3:] == [quiet] * 4
+    text = found[0][1]["choices"][0]["message"]["content"]
+    assert re.fullmatch('"[ab]*', text), "cut, and on its way to a match"
+
+
+def bound_text(server: Talk, schema: Any, max_tokens: int, seed: int) -> tuple[str, Any]:
+    form = schema_format(schema)
+    status, body = server.chat("pick", max_tokens=max_tokens, seed=seed, response_format=form)
+    assert status == 200, body
+    choice = body["choices"][0]
+    return choice["message"]["content"], choice["finish_reason"]
+
+
+def record(**properties: Any) -> Any:
+    return {"type": "object", "properties": properties, "required": list(properties),
+            "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [{"type": "string"}, {}], ids=["type", "no type"])
+def test_st09_no_keyword_is_dropped(server: Talk, value: Any) -> None:
+    schema = record(c={**value, "pattern": "^[A-F]+$", "maxLength": 4})
+    for seed in range(6):
+        text, reason = bound_text(server, schema, 200, seed)
+        if reason == "stop":
+            made = json.loads(text)["c"]
+            assert not isinstance(made, str) or re.fullmatch("[A-F]{1,4}", made)
+
+
+def test_st10_pattern_properties(server: Talk) -> None:
+    for patterns in ({"^mark$": {"type": "integer"}}, {"a": {}}):
+        schema = {**record(mark={"type": "integer"}), "patternProperties": patterns}
+        server.refuses("response_format.json_schema.schema", CHAT,
+                       response_format=schema_format(schema))  # fmt: skip
+    schema = {**record(mark={"type": "integer", "maximum": 9, "minimum": 0}),
+              "patternProperties": {"^x": {"type": "boolean"}}}  # fmt: skip
+    reasons = set()
+    for seed in range(12):
+        text, reason = bound_text(server, schema, 220, seed)
+        reasons.add(reason)
+        assert reason == "length" or 0 <= json.loads(text)["mark"] <= 9
+    assert "stop" in reasons
+
+
+def test_st12_values_that_are_not_ascii(server: Talk) -> None:
+    values = ["café", "你好", "😀", 'a"b', "c\\d", "\n", ""]
+    reasons = set()
+    for seed in range(12):
+        text, reason = bound_text(server, record(v={"enum": values}), 220, seed)
+        reasons.add(reason)
+        assert "\ufffd" not in text or reason == "length"
+        assert reason == "length" or json.loads(text)["v"] in values
+    assert "stop" in reasons
 
 
 def test_rv20_an_error_does_not_repeat_its_cause(server: Talk) -> None:
@@ -626,6 +710,7 @@ def test_sv21_st07_payloads_of_other_engines_are_refused_by_name(server: Talk) -
                         ("guided_regex", "(("), ("lora_request", {"path": "/"}),
                         ("kv_transfer_params", {})):  # fmt: skip
         server.refuses(name, **{name: value})
+    server.refuses("structured_outputs.grammar", structured_outputs={"grammar": 'root :== "a"'})
 
 
 def test_sv26_sv27_sv29_streams_tell_usage_and_ends_once(server: Talk) -> None:

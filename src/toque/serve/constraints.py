@@ -13,7 +13,7 @@ from toque.errors import RequestError
 from toque.serve import fields
 from toque.serve.failures import short
 from toque.serve.schema import Sampling
-from toque.structured.grammar import GrammarError, check_lark
+from toque.structured.grammar import check_lark
 from toque.types import Grammar, GrammarKind
 
 ANY_OBJECT = '{"type":"object"}'
@@ -129,7 +129,7 @@ def _grammar(value: Any, path: str) -> Grammar:
         raise RequestError(f"'{path}' must be a grammar, as a string", path)
     try:
         check_lark(value)
-    except GrammarError as error:
+    except RequestError as error:
         raise RequestError(f"'{path}' cannot be used: {short(str(error), 400)}", path) from None
     return Grammar(kind=GrammarKind.LARK, text=value)
 

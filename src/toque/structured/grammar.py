@@ -14,13 +14,15 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toque.errors import RequestError
-from toque.structured.schema import check_schema
+from toque.structured.schema import SchemaError, check_schema, children, merges, subschemas
 from toque.types import Grammar, GrammarKind, Spellings, TokenId
 
 if TYPE_CHECKING:
@@ -30,13 +32,23 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_CHARS = 1 << 19
 MAX_LEXER_STATES = 20_000  # a kilobyte or two each, per sequence
+PLACE_S = 0.5  # for finding out what of a schema is wrong
+MAX_PATTERN_TRIALS = 4096  # patterns of keys x declared keys
 MAX_CHOICES = 4096
 CACHED_CHARS = 4 << 20  # of grammar text; a compiled one takes some fifty times as much
 # Between two tokens of JSON. The bound keeps a weak model from writing blanks for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-_OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
-# Not what they seem: the first two would change the sampler, the others take tokens back.
-_FOREIGN_ATTRIBUTE = re.compile(r"\[[^\]\n\"/]*\b(temperature|max_tokens|stop|stop_capture)\s*=")
+# No \uXXXX: in other letters an additional key could be a declared one, and a string could hold
+# half a surrogate pair. Every character but some control ones can be written as itself.
+_OPTIONS = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_pattern": WHITESPACE,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+# Attributes of rules that would change the sampler, or take tokens back.
+_FOREIGN_ATTRIBUTE = re.compile(r"\[[^\]]*\b(temperature|max_tokens|stop|stop_capture)\s*=")
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 
 
 class GrammarError(RequestError):
@@ -69,7 +81,9 @@ class Compiler:
         wrapped = llguidance.TokenizerWrapper(
             _Tokenizer(spellings.tokens, spellings.markers, eos_token_id=ends[0])
         )
-        self._tokenizer: LLTokenizer = llguidance.LLTokenizer(wrapped, eos_token=ends)
+        # In two parts, because each holds the interpreter's lock to its end.
+        trie = llguidance.LLTokenizer(wrapped, eos_token=ends, slices=[])
+        self._tokenizer: LLTokenizer = trie.with_slices(trie.json_slices())
         self.markers = markers_of(spellings)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -102,19 +116,69 @@ class Compiler:
         return made.deep_copy()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        import llguidance
-
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
             raise GrammarError(f"it has more than {MAX_GRAMMAR_CHARS} characters")
-        source = _source(grammar, self.markers)
+        matcher = self._built(grammar)
+        if matcher.is_error():
+            reason = _reason(matcher.get_error())
+            if grammar.kind == GrammarKind.JSON_SCHEMA:
+                raise SchemaError(self._place(json.loads(grammar.text), reason), reason)
+            raise GrammarError(reason)
+        if grammar.kind == GrammarKind.JSON_SCHEMA:
+            self._check_patterns(json.loads(grammar.text))
+        return matcher
+
+    def _check_patterns(self, schema: Any) -> None:
+        """A pattern of keys that also matches a declared key is a dead end for llguidance."""
+        nodes = [(place, node) for place, node in subschemas(schema) if isinstance(node, dict)]
+        everywhere = {name for _, node in nodes for name in node.get("properties", ())}
+        merged = merges(schema)
+        for place, node in nodes:
+            names = everywhere if merged else node.get("properties", ())
+            if len(names) * len(node.get("patternProperties", ())) > MAX_PATTERN_TRIALS:
+                raise SchemaError(place, "'patternProperties' has too many patterns")
+            for pattern in node.get("patternProperties", ()) if names else ():
+                keys = {"type": "string", "pattern": pattern}
+                key = self._built(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(keys)))
+                for name in names:
+                    if self._reads(key.deep_copy(), json.dumps(name, ensure_ascii=False)):
+                        message = f"a pattern of 'patternProperties' matches {name[:64]!r}"
+                        raise SchemaError(place, f"{message}, which is declared: not supported")
+
+    def _reads(self, matcher: LLMatcher, text: str) -> bool:
+        tokens = self._tokenizer.greedy_tokenize(text)
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    def _built(self, grammar: Grammar) -> LLMatcher:
+        """Perhaps in its state of error."""
+        import llguidance
+
         limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        source = _source(grammar, self.markers)
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()
             matcher.compute_bitmask()  # a grammar that can never begin fails here
-        if matcher.is_error():
-            raise GrammarError(_reason(matcher.get_error()))
         return matcher
+
+    def _place(self, schema: Any, reason: str) -> str:
+        """The innermost part of a schema that fails for the same reason alone, as a JSON pointer:
+        llguidance does not say where it was."""
+        deadline_s = time.monotonic() + PLACE_S
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        place, node, go_on = "", schema, True
+        while go_on:
+            go_on = False
+            for where, child in children(node):
+                if time.monotonic() > deadline_s:
+                    return place
+                if not isinstance(child, dict):
+                    continue
+                alone = json.dumps({**definitions, **child})
+                found = self._built(Grammar(kind=GrammarKind.JSON_SCHEMA, text=alone))
+                if found.is_error() and _reason(found.get_error()) == reason:
+                    place, node, go_on = place + where, child, True
+                    break
+        return place
 
 
 def markers_of(spellings: Spellings) -> dict[str, TokenId]:
@@ -170,12 +234,16 @@ def inline_schema(schema: Mapping[str, Any]) -> str:
 
 
 def check_lark(text: str) -> None:
-    """A client's own grammar may not ask for what would not be done. Raises GrammarError."""
-    foreign = _FOREIGN_ATTRIBUTE.search(text)
+    """A client's own grammar may not ask for what would not be done.
+
+    Raises GrammarError, SchemaError.
+    """
+    foreign = _FOREIGN_ATTRIBUTE.search(_LITERAL.sub("", text))
     if foreign is not None:
         raise GrammarError(f"the attribute '{foreign[1]}' of a rule is not supported")
-    if "x-guidance" in text:
-        raise GrammarError("'x-guidance' is not supported")
+    for inline in re.finditer(r"%json\s*", text):
+        with suppress(ValueError, RecursionError):  # not JSON: llguidance says where
+            check_schema(json.JSONDecoder().raw_decode(text, inline.end())[0])
 
 
 def quoted(text: str) -> str:
@@ -206,7 +274,9 @@ def _choice(text: str) -> dict[str, Any]:
         raise GrammarError("the choices must be a list of strings")
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise GrammarError(f"there must be 1 to {MAX_CHOICES} choices and are {len(choices)}")
-    return {"lark_grammar": "start: " + " | ".join(quoted(choice) for choice in choices)}
+    # One terminal: as rules, thousands of them would be thousands of items of the parser's row.
+    options = " | ".join(quoted(choice) for choice in choices)
+    return {"lark_grammar": f"start: CHOICE\nCHOICE: {options}"}
 
 
 def _lark(text: str) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def check_schema(schema: Any) -> None:
             raise SchemaError("", f"the schema has more than {MAX_SUBSCHEMAS} parts")
         if not isinstance(node, bool):
             _check_node(place, node)
+    _check_open_bounds(schema)
 
 
 def subschemas(schema: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -123,3 +124,43 @@ def _check_counts(place: str, node: dict[str, Any]) -> None:
     least = node.get("minProperties", 0)
     if isinstance(least, int | float) and least > max(1, named):
         raise SchemaError(place, "'minProperties' beyond 1 and 'required' is not supported")
+    for keyword in _OPEN:
+        if isinstance(node.get(keyword), bool):
+            raise SchemaError(place, f"'{keyword}' must be a number")
+
+
+_OPEN = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}  # and on which side of it values lie
+_BOUNDS = {
+    "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
+    "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
+}
+_MERGING = ("allOf", "anyOf", "oneOf", "$ref")
+
+
+def merges(schema: Any) -> bool:
+    """Whether keywords of different parts may come to bear on one value."""
+    spoken = ENFORCED - {*_MERGING, "$defs", "definitions"}
+    return any(
+        "allOf" in node or (spoken & node.keys() and any(key in node for key in _MERGING))
+        for _, node in subschemas(schema)
+        if isinstance(node, dict)
+    )
+
+
+def _check_open_bounds(schema: Any) -> None:
+    """llguidance lets 0 pass an open bound of 0 where the other bound is nearer than 1."""
+    merged = merges(schema)
+    nodes = [(place, node) for place, node in subschemas(schema) if isinstance(node, dict)]
+    for keyword, side in _OPEN.items():
+        near = [
+            any(0 < side * node[other] < 1 for other in _BOUNDS[keyword] if _number(node, other))
+            for _, node in nodes
+        ]
+        for (place, node), own in zip(nodes, near, strict=True):
+            if _number(node, keyword) and node[keyword] == 0 and (own or (merged and any(near))):
+                raise SchemaError(place, f"'{keyword}' 0 with the other bound within 1 of it "
+                                  "is not supported")  # fmt: skip
+
+
+def _number(node: dict[str, Any], keyword: str) -> bool:
+    return isinstance(node.get(keyword), int | float)
