@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from hypothesis import HealthCheck, settings
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+
+# Neither a slow machine nor chance decides: no deadline, and the same examples every time.
+settings.register_profile(
+    "toque", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("toque")
 
 TINY_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -118,7 +118,7 @@ def test_a_killed_engine_is_noticed_at_once_and_named(tmp_path: Path, tiny_confi
             child.kill()
             with pytest.raises(EngineError, match="SIGKILL"):
                 while True:
-                    await asyncio.wait_for(port.receive(), 5)
+                    await asyncio.wait_for(port.receive(), 60)
 
     asyncio.run(scenario())
 
@@ -170,12 +170,12 @@ time.sleep(600)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    for _ in range(200):
+    for _ in range(1200):
         if not _alive(pid):
             return
         time.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
-    raise AssertionError("the engine outlived its server by 20 s")
+    raise AssertionError("the engine outlived its server by two minutes")
 
 
 def _alive(pid: int) -> bool:

@@ -302,14 +302,15 @@ class ServerThread:
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.port = self.sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=10)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
         self.exit_code: int | None = None
         self._load = extra.pop("load_tokenizer", ByteTokenizer)
         self._extra = extra
         self._started = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
-        assert self._started.wait(10)
+        wait_for(lambda: self._started.is_set() or not self.thread.is_alive())
+        assert self._started.is_set(), "the server failed at start"
 
     def _run(self) -> None:
         async def main() -> int:
@@ -330,7 +331,7 @@ class ServerThread:
         if self.thread.is_alive():
             self.signal()
             self.signal()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         self.http.close()
 
@@ -375,7 +376,7 @@ def serving(
         server.stop()
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     """Poll; fails the test when the condition stays false."""
     deadline = time.monotonic() + timeout_s
     while not condition():

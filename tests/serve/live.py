@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -27,13 +28,13 @@ class Live:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry `labels`."""
         total = 0.0
-        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             key, _, value = line.rpartition(" ")
             if key.split("{")[0] == name and all(f'{k}="{v}"' in key for k, v in labels.items()):
                 total += float(value)
         return total
 
-    def wait_until(self, what: str, deadline_s: float = 30.0, **conditions: float) -> None:
+    def wait_until(self, what: str, deadline_s: float = 120.0, **conditions: float) -> None:
         """Poll metrics until each has its value."""
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
@@ -59,9 +60,13 @@ class Live:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Not one that the system gives to outgoing connections (from 32768 on): anybody's next
+    connection could take it before the server does."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
@@ -81,20 +86,19 @@ def serving(model: str, folder: Path, *flags: str) -> Iterator[Live]:
             time.sleep(0.2)
             process.send_signal(signal.SIGINT)  # the second one does not wait for streams
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(f"the server did not stop\n{live.log()}") from None
 
 
-def _wait_ready(live: Live) -> None:
-    for _ in range(1200):
+def _wait_ready(live: Live, deadline_s: float = 240.0) -> None:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
         if live.process.poll() is not None:
             raise AssertionError(f"the server ended at start\n{live.log()}")
-        try:
-            if httpx.get(f"{live.url}/ready", timeout=10).status_code == 200:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{live.url}/ready", timeout=60).status_code == 200:
                 return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise AssertionError(f"the server is not ready after two minutes\n{live.log()}")
+        time.sleep(0.05)
+    raise AssertionError(f"the server is not ready after {deadline_s:g} s\n{live.log()}")

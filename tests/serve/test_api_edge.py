@@ -31,7 +31,7 @@ def server() -> Iterator[ServerThread]:
 def raw(server: ServerThread, data: bytes) -> bytes:
     """What the server answers to these bytes, until it closes."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.settimeout(5)
+        connection.settimeout(60)
         connection.sendall(data)
         parts = []
         while part := connection.recv(65536):

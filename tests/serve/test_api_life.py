@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,10 +54,10 @@ def open_stream(server: ServerThread, **body: Any) -> Iterator[tuple[Any, Iterat
         yield answer, lines
 
 
-def posted(body: dict[str, Any]) -> bytes:
+def posted(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     """A call as bytes, for clients that misbehave."""
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
     return f"{head}{len(content)}\r\n\r\n".encode() + content
 
 
@@ -91,11 +90,9 @@ def test_client_gone_aborts_at_once(stream: bool) -> None:
 
 def test_client_gone_before_its_first_token_aborts() -> None:
     with serving(FakeEngine(paused=True)) as server:
-        with (
-            pytest.raises(httpx.ReadTimeout),
-            httpx.Client(base_url=server.url, timeout=0.2) as http,
-        ):
-            http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(posted({**CHAT, "stream": True}, "/v1/chat/completions"))
+            wait_for(lambda: len(server.engine.requests()) == 1)
         wait_for(lambda: len(server.engine.aborts()) == 1)
 
 
@@ -120,7 +117,7 @@ def test_others_do_not_notice_a_disconnect() -> None:
                 ) as gone,
             ):
                 next(gone.iter_lines())
-        thread.join(10)
+        thread.join(60)
         text = "".join(event["choices"][0]["text"] for event in out[0])
         assert text == "abcdefghij" * 5
 
@@ -140,7 +137,8 @@ def test_small_writes_are_not_delayed() -> None:
 
 def test_slow_reader_is_cut_and_aborted() -> None:
     """Who leaves a stream unread loses it; memory for it does not grow until its end."""
-    engine = FakeEngine(reply=lambda r: [65] * 500, per_step=1, step_s=0.001)
+    # Ten times as long as the patience: on no machine is the answer out before the reader is cut.
+    engine = FakeEngine(reply=lambda r: [65] * 500, per_step=1, step_s=0.01)
     with serving(engine, slow_reader_timeout=0.3) as server:
         # Small kernel buffers on both ends, so that the server notices soon.
         server.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -208,7 +206,7 @@ def test_engine_death_ends_every_open_call_with_an_error() -> None:
     with serving(endless()) as server:
         url = server.url + "/v1/completions"
         body = {"prompt": "x", "max_tokens": 500}
-        thread, whole = in_thread(lambda: httpx.post(url, json=body, timeout=10))
+        thread, whole = in_thread(lambda: httpx.post(url, json=body, timeout=60))
         with open_stream(server, n=2) as (answer, lines):
             wait_for(lambda: len(server.engine.requests()) == 3)
             server.engine.dead = "out of memory"
@@ -218,9 +216,9 @@ def test_engine_death_ends_every_open_call_with_an_error() -> None:
         error = json.loads(rest[-2][6:])["error"]
         assert error["message"] == "out of memory"
         assert (error["type"], error["code"]) == ("server_error", "engine_error")
-        thread.join(10)
+        thread.join(60)
         assert whole[0].status_code == 500 and error_of(whole[0])["message"] == "out of memory"
-        server.thread.join(10)
+        server.thread.join(60)
         assert server.exit_code == 1
 
 
@@ -390,7 +388,7 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_server(caplog: Any) -> None:
         raise ModelError("tokenizer.json: damaged")
 
     with serving(ready=False, load_tokenizer=broken) as server:
-        server.thread.join(10)
+        server.thread.join(60)
         assert server.exit_code == 1
     assert "tokenizer.json: damaged" in caplog.text
 
@@ -414,7 +412,7 @@ def test_first_signal_lets_running_calls_finish() -> None:
         events = [json.loads(line[6:]) for line in rest[:-1]]
         assert events[-1]["choices"][0]["finish_reason"] == "stop"
         assert rest[-1] == "data: [DONE]"
-        server.thread.join(10)
+        server.thread.join(60)
         assert server.exit_code == 0 and engine.was_shut_down() and not engine.aborts()
 
 
@@ -429,7 +427,7 @@ def test_second_signal_or_timeout_ends_open_calls_with_an_error(how: str) -> Non
             rest = list(lines)
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
-        server.thread.join(10)
+        server.thread.join(60)
         assert server.exit_code == 0
         assert len(server.engine.aborts()) == 1 and server.engine.was_shut_down()
 
@@ -443,7 +441,7 @@ def test_real_signals_drain_a_real_serve(caplog: Any) -> None:
     engine = FakeEngine(reply=lambda r: bytes_then_end("x" * 20), step_s=0.01)
 
     def use_it() -> str:
-        with httpx.Client(base_url=url, timeout=10) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             wait_for(lambda: http.get("/ready").status_code == 200)
             body = {"prompt": "x", "stream": True, "max_tokens": 30}
             with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -453,10 +451,8 @@ def test_real_signals_drain_a_real_serve(caplog: Any) -> None:
                 return "".join(lines)
 
     thread, out = in_thread(use_it)
-    started_s = time.monotonic()
     assert asyncio.run(serve(sock, ServeOptions(), engine, ByteTokenizer)) == 0
-    thread.join(10)
+    thread.join(60)
     assert out[0].endswith("data: [DONE]") and '"finish_reason":"stop"' in out[0]
-    assert time.monotonic() - started_s < 20
     assert f"ready: {url}" in caplog.text
     assert signal.getsignal(signal.SIGTERM) is before

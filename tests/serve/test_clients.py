@@ -1,20 +1,27 @@
-"""Clients of others, where they are installed; and what harnesses rely on, without one.
+"""Clients of others against the running server; and what harnesses rely on, without one.
 
-None of them is in the `test` extra: litellm and langchain-openai bring thirty packages, and lm-eval
-brings pandas, pyarrow and scikit-learn. `pip install litellm langchain-openai` runs the first two.
+scripts/install-test-tools.sh installs them last; where it could not, these tests say so and are
+skipped.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.serve.live import Live, serving
+from toque import LLM, SamplingParams
 
 QUESTION = "What is the capital of France?"
 
@@ -35,6 +42,18 @@ def test_langchain(live: Live) -> None:
     text = model.invoke(QUESTION).content
     assert "Paris" in text
     assert "".join(chunk.content for chunk in model.stream(QUESTION)) == text
+    assert [answer.content for answer in model.batch([QUESTION] * 3)] == [text] * 3
+
+
+def test_langchains_embeddings(live: Live) -> None:
+    """check_embedding_ctx_length False: otherwise it sends ids of a tokenizer of OpenAI's."""
+    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    model = langchain.OpenAIEmbeddings(
+        base_url=f"{live.url}/v1", api_key="x", model="smollm2", check_embedding_ctx_length=False
+    )
+    cat, kitten, tax = np.array(model.embed_documents(["a cat", "a kitten", "the tax office"]))
+    assert cat @ kitten > cat @ tax
+    np.testing.assert_array_equal(cat, model.embed_query("a cat"))
 
 
 def test_litellm(live: Live) -> None:
@@ -48,7 +67,92 @@ def test_litellm(live: Live) -> None:
         text = litellm.completion(**asked).choices[0].message.content
         chunks = litellm.completion(**asked, stream=True)
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        vector = litellm.embedding(
+            model="openai/smollm2", api_base=asked["api_base"], api_key="x", input=[QUESTION]
+        ).data[0]["embedding"]
     assert "Paris" in text and streamed == text
+    assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-5)
+
+
+# ------------------------------------------------------------------------------ evaluation
+
+CAPITALS = (
+    {"country": "France", "choices": ["Paris", "banana", "seven"], "label": 0},
+    {"country": "Germany", "choices": ["purple", "Berlin", "run away"], "label": 1},
+    {"country": "Italy", "choices": ["a", "12", "Rome"], "label": 2},
+)
+TASK = """
+task: capitals
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "The capital of {{{{country}}}} is"
+doc_to_target: label
+doc_to_choice: choices
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def test_lm_eval_scores_a_task(live: Live, smollm2_path: Path, tmp_path: Path) -> None:
+    """The harness itself, without a hub: its own task file, and the tokenizer of the model's file.
+    Each choice's loglikelihood is what this process computes from the prompt's logprobs."""
+    if importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("lm-eval is not installed")
+    from transformers import AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(smollm2_path.parent), gguf_file=smollm2_path.name
+        )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = tmp_path / "capitals.jsonl"
+    data.write_text("".join(json.dumps(doc) + "\n" for doc in CAPITALS))
+    (tmp_path / "capitals.yaml").write_text(TASK.format(data=data))
+    arguments = {
+        "model": "smollm2",
+        "base_url": f"{live.url}/v1/completions",
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "num_concurrent": "3",
+    }
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args",
+               ",".join(f"{name}={value}" for name, value in arguments.items()), "--tasks",
+               "capitals", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"),
+               "--log_samples"]  # fmt: skip
+    ended = subprocess.run(
+        command, env={**os.environ, **offline}, capture_output=True, text=True, timeout=600
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["capitals"]["acc,none"] == 1.0
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    llm = LLM(str(smollm2_path), max_num_seqs=4, max_model_len=64, kv_cache_memory_bytes=32 << 20)
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(lines) == len(CAPITALS)
+    for line in lines:
+        for choice, (response,) in zip(line["doc"]["choices"], line["resps"], strict=True):
+            score, greedy = response
+            expected, best = loglikelihood(llm, line["doc"]["country"], choice)
+            assert float(score) == pytest.approx(expected, abs=1e-4)
+            assert str(greedy) == str(best)
+
+
+def loglikelihood(llm: LLM, country: str, choice: str) -> tuple[float, bool]:
+    """The sum over the choice's tokens, and whether each was the likeliest."""
+    context = llm.tokenizer.encode(f"The capital of {country} is")
+    ids = llm.tokenizer.encode(f"The capital of {country} is {choice}")
+    assert ids[: len(context)] == context
+    sampling = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+    (output,) = llm.generate(ids, sampling)
+    scores = output.prompt_logprobs[len(context) - 1 :]
+    return sum(score.chosen for score in scores), all(score.rank == 1 for score in scores)
 
 
 def harness_score(live: Live, prompt: list[int], context: int) -> tuple[float, bool]:

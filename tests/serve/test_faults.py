@@ -395,7 +395,7 @@ def test_rv20_an_error_does_not_repeat_its_cause(server: Talk) -> None:
 def test_rv22_an_id_is_free_again_after_an_abort(server: Talk) -> None:
     for _ in range(10):
         server.events(TEXT, leave_after=1, prompt="a", max_tokens=200, request_id="re")
-        for _ in range(200):
+        for _ in range(3000):
             status, body = server.comp("b", max_tokens=4, request_id="re")
             if status == 200:
                 break

@@ -145,7 +145,7 @@ class FakeServer:
             server.close()
 
 
-def drive(script: Script, workload: Workload = WORKLOAD, timeout_s: float = 20.0) -> Any:
+def drive(script: Script, workload: Workload = WORKLOAD, timeout_s: float = 60.0) -> Any:
     """(summary, replies, server) of a workload against a script."""
     server = FakeServer(script)
     prompts = make_prompts(workload, 0, 32000)
