@@ -13,10 +13,12 @@ from msgspec import structs
 from tests.engine.quantized_model import quantized_model
 from tests.engine.test_equivalence import CONFIG, STEM
 from tests.engine.test_scoring import run
+from tests.kernels.cases import stored
 from toque import LLM
 from toque.build import Loaded, load
 from toque.config import EngineOptions
 from toque.kernels.api import Floats, ForwardBatch
+from toque.layers.embedding import Embedding
 from toque.scheduler.step import Limits
 from toque.types import (
     Event,
@@ -210,23 +212,12 @@ def test_states_that_are_not_numbers_fail_their_own_request(tiny_config: Path) -
     loaded = load(tiny_config, EngineOptions(load_format="dummy", kernels="cpu"))
     good = [r for r in requests() if r.pooling is not None]
     bad = structs.replace(good[1], id="bad", prompt=(5, 99, 5))
-    real = loaded.model.hidden
-
-    class Broken:
-        """The model, but for the sequence that holds token 99."""
-
-        def hidden(self, batch: ForwardBatch, kv: object) -> Floats:
-            rows = real(batch, kv).copy()  # type: ignore[arg-type]
-            for begin, end in zip(batch.chunk_starts[:-1], batch.chunk_starts[1:], strict=True):
-                if 99 in batch.ids[begin:end]:
-                    rows[(batch.output_rows >= begin) & (batch.output_rows < end)] = np.nan
-            return rows
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(loaded.model, name)
-
+    ops, model = loaded.ops, loaded.model
+    table = ops.embed(model.embedding.table, np.arange(259, dtype=np.int32))  # [vocab, hidden]
+    table[99] = np.nan
+    broken = replace(model, embedding=Embedding(ops, ops.matrix(stored(table))))
     quiet = answers(run(loaded, CONFIG, good))
-    events = run(replace(loaded, model=Broken()), CONFIG, [*good[:3], bad, *good[3:]])  # type: ignore[arg-type]
+    events = run(replace(loaded, model=broken), CONFIG, [*good[:3], bad, *good[3:]])
     assert answers(events) == quiet
     (end,) = (e for e in events if isinstance(e, Finished) and e.id == "bad")
     assert end.reason is FinishReason.ERROR and end.error
