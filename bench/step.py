@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 import toque.types
@@ -104,10 +105,10 @@ class Bench:
         core = self.engine.core
         for number in range(sequences):
             prompt = tuple(3 + (number * 31 + place) % 200 for place in range(PROMPT_TOKENS))
-            core.scheduler.add(
-                Request(id=f"{number}", prompt=prompt, sampling=sampling, arrived_s=0), now_s=0
-            )
-        while any(s.num_output < WARM_STEPS for s in core.scheduler._sequences.values()):
+            request = Request(id=f"{number}", prompt=prompt, sampling=sampling, arrived_s=0)
+            self._to_engine.send(msgspec.msgpack.encode(request))
+        running = core.scheduler._sequences
+        while len(running) < sequences or any(s.num_output < WARM_STEPS for s in running.values()):
             core.step()
         taken = []
         for _ in range(steps):

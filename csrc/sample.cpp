@@ -244,6 +244,7 @@ void keep_nucleus(std::vector<Candidate>& candidates, double wanted) {
 // The first at which the running sum exceeds `target`, else the last that has any weight: the
 // target may have been rounded up to the total.
 Token at_sum(const std::vector<Candidate>& candidates, double target) {
+  if (candidates.empty()) throw std::logic_error("min_p above 1 leaves nothing");
   double sum = 0;
   Token last = candidates.front().token;
   for (const Candidate& c : candidates) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +13,12 @@ from msgspec import structs
 from tests.engine.quantized_model import quantized_model
 from tests.engine.test_equivalence import CONFIG, STEM
 from tests.engine.test_scoring import run
+from tests.kernels.cases import stored
 from toque import LLM
 from toque.build import Loaded, load
 from toque.config import EngineOptions
-from toque.kernels.api import Floats, ForwardBatch, LayerKV
+from toque.kernels.api import Floats, ForwardBatch
+from toque.layers.embedding import Embedding
 from toque.scheduler.step import Limits
 from toque.types import (
     Event,
@@ -30,7 +31,6 @@ from toque.types import (
     Tokens,
 )
 from toque.worker.pooling import StatePool
-from toque.worker.program import Program
 
 READ_ONLY = SamplingParams(max_tokens=0, temperature=0.0, seed=0)
 
@@ -207,26 +207,17 @@ def test_what_has_no_direction_is_no_vector(bad: list[list[float]]) -> None:
         pool.vector()
 
 
-def test_states_that_are_not_numbers_fail_their_own_request(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One token's states are broken: who has it gets an error, the neighbours their vectors."""
+def test_states_that_are_not_numbers_fail_their_own_request(tiny_config: Path) -> None:
+    """One token's embedding is broken: who has it gets an error, the neighbours their vectors."""
     loaded = load(tiny_config, EngineOptions(load_format="dummy", kernels="cpu"))
     good = [r for r in requests() if r.pooling is not None]
     bad = structs.replace(good[1], id="bad", prompt=(5, 99, 5))
-    real = Program.hidden
-
-    def broken(program: Program, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
-        """What the model computes, but for the sequence that holds token 99."""
-        rows = real(program, batch, kv).copy()
-        for begin, end in zip(batch.chunk_starts[:-1], batch.chunk_starts[1:], strict=True):
-            if 99 in batch.ids[begin:end]:
-                rows[(batch.output_rows >= begin) & (batch.output_rows < end)] = np.nan
-        return rows
-
+    ops, model = loaded.ops, loaded.model
+    table = ops.embed(model.embedding.table, np.arange(259, dtype=np.int32))  # [vocab, hidden]
+    table[99] = np.nan
+    broken = replace(model, embedding=Embedding(ops, ops.matrix(stored(table))))
     quiet = answers(run(loaded, CONFIG, good))
-    monkeypatch.setattr(Program, "hidden", broken)
-    events = run(loaded, CONFIG, [*good[:3], bad, *good[3:]])
+    events = run(replace(loaded, model=broken), CONFIG, [*good[:3], bad, *good[3:]])
     assert answers(events) == quiet
     (end,) = (e for e in events if isinstance(e, Finished) and e.id == "bad")
     assert end.reason is FinishReason.ERROR and end.error

@@ -201,6 +201,19 @@ def test_a_mask_without_bits_and_a_token_beyond_the_vocabulary_are_their_rows_ow
     assert [entry.error for entry in got] == [NOTHING_LEFT, "sampling failed", None]
 
 
+def test_parameters_without_meaning_are_a_failure_not_a_crash() -> None:
+    """The engine refuses such requests; the extension must survive them all the same."""
+    logits = np.zeros((1, 300), dtype=np.float32)
+    for params in (
+        SamplingParams(min_p=2.0, seed=0),
+        SamplingParams(top_k=-5, top_p=-1.0, seed=0),
+        SamplingParams(temperature=math.nan, top_p=math.nan, min_p=math.nan, seed=0),
+        SamplingParams(temperature=-1.0, top_p=0.5, seed=0, logprobs=-3),
+    ):
+        (got,) = sampler_of(params).sample(logits, [0], [1], [None])
+        assert got.error is not None or 0 <= got.token < 300
+
+
 def test_ties_go_to_the_lower_id() -> None:
     logits = np.zeros((1, 1000), dtype=np.float32)
     logits[0, [400, 300, 900]] = 2.0

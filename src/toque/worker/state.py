@@ -20,8 +20,8 @@ class DeviceState:
         self.kv = kv
         self.block_size = kv[0].block_size
         self.page_table: Ints = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
-        self.num_pages = np.zeros(num_rows, dtype=np.int32)  # [rows]
-        self.last_token = np.zeros(num_rows, dtype=np.int32)  # [rows]
+        self.num_pages = [0] * num_rows
+        self.last_token = [0] * num_rows
         self.prompt_logprobs = [0] * num_rows  # how many alternatives a scored token reports
         self.sampler = sampler
         self.pools: list[StatePool] = [StatePool() for _ in range(num_rows)]
@@ -42,10 +42,12 @@ class DeviceState:
         self.pools[setup.row] = StatePool()
 
     def _append_pages(self, row: int, pages: tuple[int, ...]) -> None:
-        begin = int(self.num_pages[row])
+        if not pages:
+            return
+        begin = self.num_pages[row]
         self.page_table[row, begin : begin + len(pages)] = pages
         self.num_pages[row] = begin + len(pages)
 
     def tokens_of(self, chunk: Chunk) -> tuple[int, ...]:
         """The chunk's token ids; a decode's is the one that was sampled here last."""
-        return chunk.tokens or (int(self.last_token[chunk.row]),)
+        return chunk.tokens or (self.last_token[chunk.row],)

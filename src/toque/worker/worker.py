@@ -85,7 +85,7 @@ class Worker:
         self._model = model
         self._state = state
         self._constraints = constraints or Unconstrained()
-        self._padding = slice(0) if known_tokens is None else slice(known_tokens, None)
+        self._known_tokens = known_tokens
 
     def run(self, plan: StepPlan) -> StepResult:
         self._state.apply(plan)
@@ -152,7 +152,8 @@ class Worker:
         return [Sampled(row=chunk.row, vector=pool.vector())] if chunk.embed else []
 
     def _forget_padding(self, logits: Floats) -> None:  # [rows, vocab]
-        logits[:, self._padding] = -np.inf
+        if self._known_tokens is not None and self._known_tokens < logits.shape[1]:
+            logits[:, self._known_tokens :] = -np.inf
 
     def _score(self, chunk: Chunk, hidden: Floats) -> tuple[Logprob, ...] | Sampled:
         """Logprobs of the chunk's targets, or its failure. `hidden`: [targets, hidden]."""
@@ -184,7 +185,8 @@ class Worker:
                 return [_failed(rows[0], error)]
             apart = zip(chunks, np.split(logits, len(chunks)), strict=True)
             return [one for chunk, row in apart for one in self._sample([chunk], row)]
-        self._state.last_token[rows] = [entry.token for entry in sampled]
+        for entry in sampled:
+            self._state.last_token[entry.row] = entry.token
         return [self._accepted(entry) for entry in sampled]
 
     def _accepted(self, sampled: Sampled) -> Sampled:
