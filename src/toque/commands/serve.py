@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import resource
 import socket
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toque.config import EngineOptions, ServeOptions, check_serve
-from toque.engine_process import Orders, exit_reason, setup_logging, start_engine
+from toque.engine_process import Orders, exit_reason, setup_logging, start_engine, started
 from toque.errors import ConfigError, ToqueError
 from toque.files.fetch import Located, locate
 from toque.files.progress import terminal_progress
@@ -45,6 +46,14 @@ def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
     check_serve(options)
     _raise_open_files()
     _check_tls(options)
+    gc.disable()
+    try:
+        return _serve(model, engine, options)
+    finally:
+        gc.enable()
+
+
+def _serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
     with bind(options.host, options.port) as listening:
         located = locate(model, progress=terminal_progress())
         names = options.served_model_name or located.served_names
@@ -179,4 +188,6 @@ def _tokenizer(located: Located, options: EngineOptions) -> Tokenizer:
     from toque.files.checkpoint import open_checkpoint
     from toque.serve.tokenizer import load_tokenizer
 
-    return load_tokenizer(open_checkpoint(located.path, options.load_format))
+    tokenizer = load_tokenizer(open_checkpoint(located.path, options.load_format))
+    started()
+    return tokenizer
