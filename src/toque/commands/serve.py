@@ -132,7 +132,7 @@ async def _serve_in_two(
 
     port = ZmqServeEnd(Path(orders.folder), asyncio.ensure_future(engine_exit()))
     try:
-        tokenizer = partial(_tokenizer, located, orders.options)
+        tokenizer = partial(tokenizer_of, located, orders.options)
         return await run_server(listening, options, port, tokenizer, options.seed)
     finally:
         port.close()
@@ -157,19 +157,19 @@ async def _serve_in_one(
 
     channel = InProcess()
     thread = threading.Thread(
-        target=_engine_thread,
+        target=engine_thread,
         args=(channel, located, options.served_model_name[0], engine),
         name="engine",
         daemon=True,
     )
     thread.start()
-    tokenizer = partial(_tokenizer, located, engine)
+    tokenizer = partial(tokenizer_of, located, engine)
     code = await run_server(listening, options, channel, tokenizer, options.seed)
     await asyncio.to_thread(thread.join, ENGINE_EXIT_S)
     return code
 
 
-def _engine_thread(channel: InProcess, located: Located, name: str, options: EngineOptions) -> None:
+def engine_thread(channel: InProcess, located: Located, name: str, options: EngineOptions) -> None:
     from toque.build import build_engine
 
     try:
@@ -184,7 +184,7 @@ def _engine_thread(channel: InProcess, located: Located, name: str, options: Eng
         channel.engine.send(EngineFailed(message=f"the engine failed: {type(error).__name__}"))
 
 
-def _tokenizer(located: Located, options: EngineOptions) -> Tokenizer:
+def tokenizer_of(located: Located, options: EngineOptions) -> Tokenizer:
     from toque.files.checkpoint import open_checkpoint
     from toque.serve.tokenizer import load_tokenizer
 
