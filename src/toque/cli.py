@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from toque import __version__
@@ -47,6 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         from toque.commands.pull import pull
 
         return pull(arguments.model)
+    if arguments.command == "verify":
+        from toque.commands.verify import verify
+
+        options = _options(EngineOptions, arguments)
+        return verify(arguments.request, arguments.response, arguments.model, options)
     if arguments.command in ("run", "chat"):
         from toque.commands.talk import chat, complete
 
@@ -83,6 +89,12 @@ def parser() -> argparse.ArgumentParser:
 
     pull = _command(commands, "pull", "fetch a model and check it")
     pull.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
+
+    verify = _command(commands, "verify", "make a saved answer again: equal (0), or not (1)")
+    verify.add_argument("request", type=Path, help="the request, or both in one file (docs/api.md)")
+    verify.add_argument("response", type=Path, nargs="?", help="the response, as curl printed it")
+    verify.add_argument("--model", help="where the model is [as the response names it]")
+    _add_flags(verify, EngineOptions)
 
     bench = _command(commands, "bench", "measure this machine")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")

@@ -6,6 +6,7 @@ ends by a signal from the terminal: the server decides when, and if the server i
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -59,6 +60,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # service managers signal every process
         signal.signal(number, signal.SIG_IGN)
     setup_logging()
+    gc.disable()
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     from toque.build import build_engine  # after the signals are set: this takes a moment
     from toque.ipc import ZmqEngineEnd
@@ -66,6 +68,7 @@ def main() -> int:
     port = ZmqEngineEnd(Path(orders.folder))
     try:
         engine = build_engine(Path(orders.model_path), orders.model_name, orders.options, port)
+        started()
         port.send(engine.hello)
         engine.core.run(keep_going=lambda: os.getppid() == orders.server_pid)
         return 0
@@ -78,6 +81,13 @@ def main() -> int:
         return 1
     finally:
         port.close()
+
+
+def started() -> None:
+    """Ends a start that ran with `gc.disable()`: it makes half a million objects that stay, and
+    looking through them for garbage, then and at every collection later, is time lost."""
+    gc.freeze()
+    gc.enable()
 
 
 def setup_logging() -> None:

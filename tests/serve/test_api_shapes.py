@@ -96,7 +96,7 @@ def test_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
 
 def test_completion_has_exactly_these_keys(server: ServerThread) -> None:
     body = server.complete(model="Qwen")
-    keys = {"id", "object", "created", "model", "choices", "usage", "system_fingerprint"}
+    keys = {"id", "object", "created", "model", "choices", "usage", "system_fingerprint", "seed"}
     assert set(body) == keys
     assert body["id"].startswith("cmpl-") and body["object"] == "text_completion"
     choice = {"index", "text", "logprobs", "finish_reason", "stop_reason"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import resource
 import socket
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toque.config import EngineOptions, ServeOptions, check_serve
-from toque.engine_process import Orders, exit_reason, setup_logging, start_engine
+from toque.engine_process import Orders, exit_reason, setup_logging, start_engine, started
 from toque.errors import ConfigError, ToqueError
 from toque.files.fetch import Located, locate
 from toque.files.progress import terminal_progress
@@ -45,6 +46,14 @@ def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
     check_serve(options)
     _raise_open_files()
     _check_tls(options)
+    gc.disable()
+    try:
+        return _serve(model, engine, options)
+    finally:
+        gc.enable()
+
+
+def _serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
     with bind(options.host, options.port) as listening:
         located = locate(model, progress=terminal_progress())
         names = options.served_model_name or located.served_names
@@ -123,7 +132,7 @@ async def _serve_in_two(
 
     port = ZmqServeEnd(Path(orders.folder), asyncio.ensure_future(engine_exit()))
     try:
-        tokenizer = partial(_tokenizer, located, orders.options)
+        tokenizer = partial(tokenizer_of, located, orders.options)
         return await run_server(listening, options, port, tokenizer, options.seed)
     finally:
         port.close()
@@ -148,19 +157,19 @@ async def _serve_in_one(
 
     channel = InProcess()
     thread = threading.Thread(
-        target=_engine_thread,
+        target=engine_thread,
         args=(channel, located, options.served_model_name[0], engine),
         name="engine",
         daemon=True,
     )
     thread.start()
-    tokenizer = partial(_tokenizer, located, engine)
+    tokenizer = partial(tokenizer_of, located, engine)
     code = await run_server(listening, options, channel, tokenizer, options.seed)
     await asyncio.to_thread(thread.join, ENGINE_EXIT_S)
     return code
 
 
-def _engine_thread(channel: InProcess, located: Located, name: str, options: EngineOptions) -> None:
+def engine_thread(channel: InProcess, located: Located, name: str, options: EngineOptions) -> None:
     from toque.build import build_engine
 
     try:
@@ -175,8 +184,10 @@ def _engine_thread(channel: InProcess, located: Located, name: str, options: Eng
         channel.engine.send(EngineFailed(message=f"the engine failed: {type(error).__name__}"))
 
 
-def _tokenizer(located: Located, options: EngineOptions) -> Tokenizer:
+def tokenizer_of(located: Located, options: EngineOptions) -> Tokenizer:
     from toque.files.checkpoint import open_checkpoint
     from toque.serve.tokenizer import load_tokenizer
 
-    return load_tokenizer(open_checkpoint(located.path, options.load_format))
+    tokenizer = load_tokenizer(open_checkpoint(located.path, options.load_format))
+    started()
+    return tokenizer

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -102,12 +103,11 @@ class StringArray(Sequence[str]):
     Access raises ModelError for an entry that is not UTF-8.
     """
 
-    __slots__ = ("_ends", "_starts", "_view", "_what")
+    __slots__ = ("_starts", "_view", "_what")
 
-    def __init__(self, view: memoryview, starts: list[int], ends: list[int], what: str) -> None:
+    def __init__(self, view: memoryview, starts: NDArray[np.int64], what: str) -> None:
         self._view = view
-        self._starts = starts  # [entries]: first byte of each text …
-        self._ends = ends  # … and where it ends
+        self._starts = starts  # [entries]: first byte of each text; its length lies before it
         self._what = what
 
     def __len__(self) -> int:
@@ -119,26 +119,48 @@ class StringArray(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
-            return self._texts(self._starts[index], self._ends[index])
-        return self._texts([self._starts[index]], [self._ends[index]])[0]
+            return [self._decode(start) for start in self._starts[index].tolist()]
+        return self._decode(int(self._starts[index]))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._texts(self._starts, self._ends))
+        try:
+            return iter(_all_texts(self._view, self._starts))
+        except (UnicodeDecodeError, msgspec.MsgspecError) as error:
+            raise ModelError(f"{self._what}: an entry is not UTF-8: {error}") from error
 
     def __repr__(self) -> str:
         return f"StringArray({len(self)} entries of {self._what})"
 
-    def _texts(self, starts: list[int], ends: list[int]) -> list[str]:
-        if not starts:
-            return []
-        base = starts[0]
-        # One copy of them all: cutting a `bytes` takes half the time of cutting a mapped file, and
-        # a vocabulary is half a million cuts.
-        data = bytes(self._view[base : max(ends)])
+    def _decode(self, start: int) -> str:
+        (size_bytes,) = _U64.unpack_from(self._view, start - 8)
         try:
-            return [data[a - base : b - base].decode() for a, b in zip(starts, ends, strict=True)]
+            return str(self._view[start : start + size_bytes], "utf-8")
         except UnicodeDecodeError as error:
             raise ModelError(f"{self._what}: an entry is not UTF-8: {error}") from error
+
+
+def _all_texts(view: memoryview, starts: NDArray[np.int64]) -> list[str]:
+    """Neighbouring texts, each behind its length in 8 bytes, decoded in one go.
+
+    A vocabulary has hundreds of thousands, and a loop over them would be a third of a server's
+    start. So a copy of the bytes is turned into MessagePack, whose decoder is compiled: the 8 bytes
+    of each length become nil, nil, nil and the head of a string with a 32-bit length.
+    """
+    if not len(starts):
+        return []
+    begin = int(starts[0]) - 8
+    (last_bytes,) = _U64.unpack_from(view, int(starts[-1]) - 8)
+    data = np.frombuffer(view[begin : int(starts[-1]) + last_bytes], np.uint8)
+    packed = np.concatenate([np.zeros(5, np.uint8), data])
+    heads = (starts - begin - 8 + 5)[:, None] + np.arange(8)  # [entries, 8]: places of lengths
+    lengths = packed[heads]  # [entries, 8], the lowest byte first
+    if lengths[:, 4:].any():
+        raise UnicodeDecodeError("utf-8", b"", 0, 0, "longer than 4 GiB")
+    packed[:5] = np.frombuffer(struct.pack(">BI", 0xDD, 4 * len(starts)), np.uint8)
+    packed[heads[:, :4]] = np.array([0xC0, 0xC0, 0xC0, 0xDB], np.uint8)
+    packed[heads[:, 4:]] = lengths[:, 3::-1]
+    texts: list[str] = msgspec.msgpack.decode(packed.data)[3::4]
+    return texts
 
 
 def read_value(cursor: Cursor, key: str) -> Any:
@@ -188,15 +210,13 @@ def _skip_strings(cursor: Cursor, key: str, length: int) -> StringArray:
     view, unpack, last = cursor.view, _U64.unpack_from, len(cursor.view) - 8
     position = cursor.position
     starts: list[int] = []
-    ends: list[int] = []
-    start_at, end_at = starts.append, ends.append
+    start_at = starts.append
     for _ in range(length):
         if position > last:
             raise cursor.error(f"the strings of {key!r} run over the end of the file")
         start_at(position + 8)
         position += 8 + unpack(view, position)[0]
-        end_at(position)
     if position > len(view):
         raise cursor.error(f"the last string of {key!r} runs over the end of the file")
     cursor.position = position
-    return StringArray(view, starts, ends, f"{cursor.path}: {key!r}")
+    return StringArray(view, np.array(starts, dtype=np.int64), f"{cursor.path}: {key!r}")

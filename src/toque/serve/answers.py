@@ -89,6 +89,7 @@ class Answer(msgspec.Struct):
     choices: list[Any]
     usage: UsageBody | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+    seed: int | UnsetType = UNSET  # ours: with the fingerprint, what repeats the answer
     prompt_token_ids: Ids = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # of a chat
 
@@ -260,7 +261,14 @@ class Writer:
     def _frame(self, name: str, choices: list[Any], usage: UsageBody | UnsetType | None) -> Answer:
         job = self._job
         return Answer(
-            job.id, name, job.created_unix_s, job.model, choices, usage, self._fingerprint
+            job.id,
+            name,
+            job.created_unix_s,
+            job.model,
+            choices,
+            usage,
+            self._fingerprint,
+            UNSET if job.sampling.seed is None else job.sampling.seed,
         )
 
     def _event(self, answer: Answer) -> bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ class _Keys:
         return SPLITTINGS[name]
 
     def merges(self) -> list[tuple[str, str]]:
-        pairs = [tuple(merge.split(" ", 1)) for merge in self.array("merges")]
+        pairs = list(map(tuple, map(methodcaller("split", " ", 1), self.array("merges"))))
         if set(map(len, pairs)) - {2}:
             wrong = next(pair for pair in pairs if len(pair) != 2)
             raise self.error("merges", f"has an entry that is not a pair: {wrong[0]!r}")

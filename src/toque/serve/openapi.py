@@ -89,8 +89,8 @@ def document(app: FastAPI) -> Json:
 def _about() -> str:
     return (
         "OpenAI-compatible. A field is implemented, refused by name with 400, or one of these, "
-        f"which do nothing here: {', '.join(fields.NO_OPS)}. The seed of an answer is in its "
-        "toque-seed header."
+        f"which do nothing here: {', '.join(fields.NO_OPS)}. The seed of an answer is its "
+        "`seed`, and in its toque-seed header."
     )
 
 

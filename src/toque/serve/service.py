@@ -27,6 +27,7 @@ from toque.types import Hello, Spellings
 T = TypeVar("T")
 INLINE_CHARS = 4096  # up to here tokenizing is quicker than handing it to a thread
 SEED_BITS = 63
+DRAWN_BITS = 53  # of a seed that is drawn here: JavaScript keeps so many when it reads the answer
 
 
 class TextTokenizer(TokenText, Protocol):
@@ -151,7 +152,7 @@ class Service:
         """A request's seed, 0 to 2^63 - 1: its own, the server's, or one drawn now."""
         if asked is None:
             asked = self._seed
-        return secrets.randbits(SEED_BITS) if asked is None else asked % (1 << SEED_BITS)
+        return secrets.randbits(DRAWN_BITS) if asked is None else asked % (1 << SEED_BITS)
 
     async def text_work(self, size_chars: int, work: Callable[[], T]) -> T:
         """Tokenizing and templating: in a thread where it would hold up the other streams."""
