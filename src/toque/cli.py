@@ -47,6 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         from toque.commands.pull import pull
 
         return pull(arguments.model)
+    if arguments.command == "replay":
+        from toque.commands.replay import replay
+
+        return replay(arguments.recording, arguments.model)
     if arguments.command in ("run", "chat"):
         from toque.commands.talk import chat, complete
 
@@ -83,6 +87,10 @@ def parser() -> argparse.ArgumentParser:
 
     pull = _command(commands, "pull", "fetch a model and check it")
     pull.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
+
+    replay = _command(commands, "replay", "run a recording again and compare every plan")
+    replay.add_argument("recording", help="a file of `toque serve --record`")
+    replay.add_argument("--model", help="compute the steps on this model too: " + MODEL_HELP)
 
     bench = _command(commands, "bench", "measure this machine")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
