@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 from msgspec import structs
 
 from toque import __version__
@@ -24,7 +26,7 @@ from toque.config import (
     kv_dtype,
     resolve,
 )
-from toque.engine import EngineCore
+from toque.engine import EngineCore, Executor
 from toque.files.checkpoint import Checkpoint, open_checkpoint
 from toque.files.end_tokens import end_token_ids
 from toque.files.known_tokens import known_tokens
@@ -40,6 +42,9 @@ from toque.model.dense import DenseDecoder
 from toque.model.quantize import QuantizedWeights, refuse_quantized
 from toque.model.registry import load_model, model_spec
 from toque.model.weights import never_four_bits
+from toque.record.disguise import Disguise
+from toque.record.recorder import RecordedExecutor, RecordedPort, Recorder, recorded_clock
+from toque.record.tape import FORMAT, Header, Tape
 from toque.scheduler.cost import StepCost
 from toque.scheduler.policy import ByPriority, Fcfs, Policy
 from toque.scheduler.queue import QueueLimits
@@ -179,14 +184,73 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
     """Put the boxes together."""
     spec = loaded.model.spec
     end_ids = end_token_ids(loaded.checkpoint)
+    scheduler, cost = schedule(config, spec.vocab_size, end_ids)
+    grammars = Grammars()
+    worker = worker_of(loaded, config, grammars)
+    hello = _hello(loaded, config, model_name, end_ids)
+    openings = Openings(Gate(port, grammars), worker, time.monotonic)
+    if config.record is not None:
+        openings = recorded(openings, config, hello)
+    core = EngineCore(scheduler, openings.executor, openings.port, cost, openings.clock)
+    if loaded.cached is not None:
+        loaded.cached.keep()
+    log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
+    return Engine(core, hello, config, loaded.model)
+
+
+def worker_of(loaded: Loaded, config: EngineConfig, grammars: Grammars) -> Worker:
+    """The device's side of an engine, with its KV pages."""
     kv = loaded.ops.kv_pages(
         loaded.model.kv_specs(config.kv_cache_dtype), config.total_pages, config.block_size
     )
+    sampler = loaded.ops.sampler(config.max_num_seqs)
+    state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv, sampler)
+    known = known_tokens(loaded.checkpoint, loaded.model.spec.vocab_size)
+    return Worker(Program(loaded.model), state, known, Masks(grammars))
+
+
+@dataclass(frozen=True, slots=True)
+class Openings:
+    """Where an engine meets the world: requests, a device, time."""
+
+    port: EnginePort
+    executor: Executor
+    clock: Callable[[], float]
+
+
+def recorded(inner: Openings, config: EngineConfig, hello: Hello) -> Openings:
+    """The same, with all that passes through them written down. Raises ConfigError."""
+    assert config.record is not None
+    header = Header(
+        format=FORMAT,
+        model_name=hello.model_name,
+        fingerprint=hello.fingerprint,
+        vocab_size=hello.vocab_size,
+        end_token_ids=hello.end_token_ids,
+        config=msgspec.to_builtins(config),
+        prompts=config.record_prompts,
+    )
+    tape = Tape(Path(config.record), config.record_bytes, header)
+    words = "the tokens of prompts and answers too" if header.prompts else "no words"
+    log.info("recording to %s, up to %.1f GB, %s", config.record, config.record_bytes / 1e9, words)
+    disguise = None if header.prompts else Disguise(hello.vocab_size, hello.end_token_ids)
+    recorder = Recorder(tape, disguise)
+    return Openings(
+        RecordedPort(inner.port, recorder, tape),
+        RecordedExecutor(inner.executor, recorder),
+        recorded_clock(recorder, inner.clock),
+    )
+
+
+def schedule(
+    config: EngineConfig, vocab_size: int, end_ids: tuple[int, ...]
+) -> tuple[Scheduler, StepCost]:
+    """All of an engine that needs no model; the cost model is the scheduler's and the loop's."""
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
-        vocab_size=spec.vocab_size,
+        vocab_size=vocab_size,
         chunked_prefill=config.enable_chunked_prefill,
         end_token_ids=frozenset(end_ids),
         queue=QueueLimits(
@@ -198,17 +262,8 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
     cache = CacheManager(
         config.total_pages, config.block_size, config.enable_prefix_caching, page_worth
     )
-    sampler = loaded.ops.sampler(config.max_num_seqs)
-    state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv, sampler)
-    scheduler = Scheduler(limits, cache, policy_named(config.scheduling_policy, cost), cost)
-    grammars = Grammars()
-    known = known_tokens(loaded.checkpoint, spec.vocab_size)
-    worker = Worker(Program(loaded.model), state, known, Masks(grammars))
-    core = EngineCore(scheduler, worker, Gate(port, grammars), cost)
-    if loaded.cached is not None:
-        loaded.cached.keep()
-    log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
-    return Engine(core, _hello(loaded, config, model_name, end_ids), config, loaded.model)
+    policy = policy_named(config.scheduling_policy, cost)
+    return Scheduler(limits, cache, policy, cost), cost
 
 
 def policy_named(name: str, cost: StepCost) -> Policy:

@@ -53,6 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         options = _options(EngineOptions, arguments)
         return verify(arguments.request, arguments.response, arguments.model, options)
+    if arguments.command == "replay":
+        from toque.commands.replay import replay
+
+        return replay(arguments.recording, arguments.model)
     if arguments.command in ("run", "chat"):
         from toque.commands.talk import chat, complete
 
@@ -95,6 +99,9 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("response", type=Path, nargs="?", help="the response, as curl printed it")
     verify.add_argument("--model", help="where the model is [as the response names it]")
     _add_flags(verify, EngineOptions)
+    replay = _command(commands, "replay", "run a recording again and compare every plan")
+    replay.add_argument("recording", help="a file of `toque serve --record`")
+    replay.add_argument("--model", help="compute the steps on this model too: " + MODEL_HELP)
 
     bench = _command(commands, "bench", "measure this machine")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")

@@ -155,6 +155,9 @@ class EngineConfig:
     max_queue_requests: int | None = None
     max_queue_tokens: int | None = None
     queue_timeout_s: float | None = None
+    record: str | None = None
+    record_bytes: int = 0
+    record_prompts: bool = False
     prefill_tokens_per_s: float = 100.0  # as measured at start: the cost model begins with it
 
     @property
@@ -202,6 +205,9 @@ def resolve(
         max_queue_requests=options.max_queue_requests,
         max_queue_tokens=options.max_queue_tokens,
         queue_timeout_s=options.queue_timeout,
+        record=options.record,
+        record_bytes=options.record_bytes,
+        record_prompts=options.record_prompts,
     )
 
 

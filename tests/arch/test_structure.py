@@ -35,6 +35,8 @@ ALLOWED = {
     "engine": {"types", "errors", "ipc", "scheduler"},
     "structured": {"types", "errors", "ipc"},
     "serve": {"types", "errors", "config", "slo", "ipc", "metrics", "files", "structured"},
+    "record": {"types", "telemetry", "errors", "ipc"},
+    "sim": {"types", "errors", "slo", "ipc", "engine", "scheduler", "memory"},
 }
 COMPOSERS = {"build", "llm", "cli", "commands", "bench", "engine_process", "__main__", "__init__"}
 

@@ -21,18 +21,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toque.types import Chunk, StepPlan
 
 FADE = 0.99  # weight of the past at each step of a kind
-FIT_EVERY = 16  # decodes: after the first few, one more of them changes little and costs 0.3 ms
 PRIOR = 1e-3  # weight of what was measured at start-up
 WIDE = 2.0  # an error beyond so many times the usual one counts in proportion, not squared
-SWEEPS = 30  # of coordinate descent, where the plain solution has a coefficient below zero
+EAGER_STEPS, REFIT_STEPS = 64, 16  # a fit takes a while: after the first steps not after each
 TERMS = 5
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -81,8 +77,7 @@ class StepCost:
         self._start = np.array(self._ms)
         self._gram = np.zeros((2, TERMS, TERMS))  # by kind: decodes only, with prompts
         self._moment = np.zeros((2, TERMS))
-        self._new: list[tuple[int, float, float, tuple[float, ...]]] = []  # see observe
-        self._fits_at_once = FIT_EVERY  # the first steps teach the most
+        self._observed = 0
         self.error = 0.1  # the usual relative error, of late
 
     def predicted_ms(self, work: Work) -> float:
@@ -132,36 +127,30 @@ class StepCost:
         weight = min(1.0, WIDE * self.error / error) if error > 0 else 1.0
         self.error += 0.02 * (min(error, 1.0) - self.error)
         terms = (1.0, work.tokens, work.pairs, work.context, work.outputs)
-        self._new.append((int(work.prompts), weight, measured_ms, terms))
-        if work.prompts or self._fits_at_once > 0 or len(self._new) >= FIT_EVERY:
-            self._fits_at_once -= 1
-            self._take_in()
+        x = np.array(terms) / measured_ms  # relative: the aim is x @ ms = 1
+        kind = int(work.prompts)
+        self._gram[kind] *= FADE
+        self._gram[kind] += weight * np.outer(x, x)
+        self._moment[kind] *= FADE
+        self._moment[kind] += weight * x
+        self._observed += 1
+        if self._observed < EAGER_STEPS or self._observed % REFIT_STEPS == 0:
             self._ms = self._fit()
-
-    def _take_in(self) -> None:
-        for kind, weight, measured_ms, terms in self._new:
-            x = np.array(terms) / measured_ms  # relative: the aim is x @ ms = 1
-            self._gram[kind] = FADE * self._gram[kind] + weight * np.outer(x, x)
-            self._moment[kind] = FADE * self._moment[kind] + weight * x
-        self._new.clear()
 
     def _fit(self) -> list[float]:
         """Least squares with no coefficient below zero, pulled a little towards the start."""
-        gram, moment = self._gram.sum(axis=0), self._moment.sum(axis=0)
-        scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
+        gram, moment = self._gram[0] + self._gram[1], self._moment[0] + self._moment[1]
+        scale = np.sqrt(np.maximum(gram.diagonal(), 1e-300))
         gram = gram / np.outer(scale, scale) + PRIOR * np.eye(TERMS)
         moment = moment / scale + PRIOR * self._start * scale
-        found = np.linalg.solve(gram, moment)
-        if found.min() < 0:
-            found = _not_negative(gram, moment, np.maximum(found, 0.0))
-        return [float(value) for value in found / scale]
-
-
-def _not_negative(gram: Floats, moment: Floats, start: Floats) -> Floats:
-    """Minimizes x'Gx/2 - m'x over x >= 0, one coordinate after another. [TERMS]"""
-    g, m, x = gram.tolist(), moment.tolist(), start.tolist()
-    for _ in range(SWEEPS):
-        for i in range(TERMS):
-            slope = sum(g[i][j] * x[j] for j in range(TERMS)) - m[i]
-            x[i] = max(0.0, x[i] - slope / g[i][i])
-    return np.array(x)
+        kept = list(range(TERMS))
+        while True:  # without the term that is furthest below zero, until there is none
+            found = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
+            worst = int(found.argmin())
+            if found[worst] >= 0 or len(kept) == 1:
+                break
+            del kept[worst]
+        ms = [0.0] * TERMS
+        for term, value in zip(kept, found.tolist(), strict=True):
+            ms[term] = max(0.0, value) / float(scale[term])
+        return ms

@@ -58,10 +58,12 @@ class Door:
     def late(self, sequence: Sequence, now_s: float) -> Refused | None:
         """Whether it can be served as promised. If not: refused, or without a promise from now on,
         as its class says."""
+        if sequence.slo is None or not self._policy.promises:
+            return None
         first_s, last_s = self._predict(sequence, now_s)
         sequence.promised_s = first_s
         late_s = self._policy.late_s(sequence, first_s, last_s)
-        if late_s <= 0 or sequence.slo is None:
+        if late_s <= 0:
             return None
         if sequence.slo.downgrade:
             sequence.downgraded = True
@@ -75,6 +77,8 @@ class Door:
 
     def hopeless(self, now_s: float) -> list[Sequence]:
         """Those in the queue whose last moment to start has passed."""
+        if not self._policy.promises:
+            return []
         overdue = takewhile(lambda sequence: sequence.key[:2] < (0.0, now_s), self._queue)
         return [s for s in overdue if s.slo is not None and s.admitted_s is None and s.key[0] == 0]
 
@@ -104,18 +108,16 @@ class Door:
         running = self._rows.running.values()
         limit_ms = self._policy.limit_ms([*running, sequence], now_s)
         pace = self.forecast.pace(running, limit_ms)
-        waiting = self._queue.before(sequence) if sequence.key else self._in_front(sequence)
-        reading = [other for other in running if other.num_to_do > 1]
+        if not sequence.key:
+            sequence.key = self._policy.key(sequence)
+        waiting = self._queue.before(sequence)
+        reading = [s for s in running if s.num_to_do > 1 and s.key < sequence.key]
         rows_ahead = len(running) + len(waiting) + 1 - self._limits.max_num_seqs
         wait_s = self.forecast.first_token_s(sequence, [*reading, *waiting], rows_ahead, pace)
         first_s = now_s - sequence.request.arrived_s + wait_s
         stream_ms = pace.decode_ms / max(1e-3, 1.0 - pace.share) if pace.share < 1 else 0.0
         last_s = first_s + self.forecast.output_left(sequence) * stream_ms / 1e3
         return first_s, last_s
-
-    def _in_front(self, sequence: Sequence) -> list[Sequence]:
-        sequence.key = self._policy.key(sequence)
-        return self._queue.before(sequence)
 
     def _drained_s(self) -> float:
         return self._queue.tokens * self.ms_per_queued_token() / 1e3

@@ -5,12 +5,13 @@ CacheManager, the policy's order, what a step costs. Does not know: what a page 
 
 In each step the running streams come first, a token each. What the budget leaves is for prompts:
 first for those that the policy lets go aside of the order (a share of it, see `Policy.aside`), then
-for the running ones in the policy's order, then for the queue, as rows and pages allow. Nobody
-overtakes another who waits for pages.
+for running and waiting ones in the policy's order, as rows and pages allow. Nobody overtakes
+another who waits for pages.
 """
 
 from __future__ import annotations
 
+from heapq import merge
 from math import inf
 from typing import Any
 
@@ -81,11 +82,7 @@ class Planner:
             draft.budget_tokens = min(draft.budget_tokens, self._cache.block_size)
         draft.spoken_for_pages = self._spoken_for_pages()
         self._plan_aside(prompts, draft)
-        for sequence in prompts:
-            if sequence.status is Status.RUNNING and sequence.id not in draft.chunks:
-                self._continue(sequence, draft)
-        if not draft.preempted:
-            self._admit_waiting(draft)
+        self._plan_in_order(prompts, draft)
 
     def _plan_aside(self, prompts: list[Sequence], draft: Draft) -> None:
         """Those that the policy lets use a share of the step before the order is followed."""
@@ -184,16 +181,26 @@ class Planner:
         sequence.hit_tokens = 0
         self._queue.push(sequence)
 
-    def _admit_waiting(self, draft: Draft) -> None:
-        for sequence in self._queue.head(WINDOW + len(self._rows.free)):
-            if not self._rows.free or draft.budget_tokens == 0:
-                reason = draft.why_not if self._rows.free else WaitReason.ROWS
-                sequence.diary.wait(reason, draft.now_s)
-                return
-            if self._waits_for_page(sequence):
+    def _plan_in_order(self, prompts: list[Sequence], draft: Draft) -> None:
+        """Running and waiting prompts as the policy orders them. One that does not fit keeps those
+        behind it from starting: who waits longest gets the pages that come free."""
+        blocked = False
+        waiting = self._queue.head(WINDOW + len(self._rows.free))
+        for sequence in list(merge(prompts, waiting, key=lambda sequence: sequence.key)):
+            if sequence.id in draft.chunks:
                 continue
-            if not self._admit(sequence, draft):
-                return  # nobody overtakes: who waits longest gets the pages that come free
+            if sequence.status is Status.RUNNING:
+                self._continue(sequence, draft)
+            elif not (blocked or draft.preempted or self._waits_for_page(sequence)):
+                blocked = not self._start(sequence, draft)
+
+    def _start(self, sequence: Sequence, draft: Draft) -> bool:
+        """False: neither this one nor any behind it can be started in this step."""
+        if not self._rows.free or draft.budget_tokens == 0:
+            reason = draft.why_not if self._rows.free else WaitReason.ROWS
+            sequence.diary.wait(reason, draft.now_s)
+            return False
+        return self._admit(sequence, draft)
 
     def _waits_for_page(self, sequence: Sequence) -> bool:
         """A running sequence is computing its very next page: cooked once."""

@@ -18,6 +18,8 @@ SHORT_SHARE = 0.5  # of a step's prompt tokens, for prompts shorter than the fir
 
 
 class Policy(Protocol):
+    promises: bool  # whether `late_s` may ever be above zero: else nobody is asked to predict
+
     def key(self, sequence: Sequence) -> tuple[float, ...]:
         """Sort key: the smallest is served first. Unique; taken once, when a sequence begins to
         wait."""
@@ -49,6 +51,8 @@ class Fcfs:
     shortest first, so that a question does not wait until a book is read. What the prefix cache
     has does not count as length, so who comes while its prefix is there goes ahead, too.
     """
+
+    promises = False
 
     def key(self, sequence: Sequence) -> tuple[float, ...]:
         return (sequence.order,)

@@ -36,6 +36,8 @@ Need = Callable[[int, int], float]  # (start, tokens) -> ms that they add to the
 
 
 class BySlo:
+    promises = True
+
     def __init__(self, prompt_ms: Need, error: Callable[[], float] = lambda: 0.0) -> None:
         """`error`: the cost model's usual relative error."""
         self._prompt_ms = prompt_ms

@@ -1,0 +1,1 @@
+"""The engine under virtual time: the real scheduler and cache, a device that only takes time."""
