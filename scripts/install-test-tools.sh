@@ -7,4 +7,14 @@ $python -c 'import torch' 2>/dev/null \
     || $pip "torch==2.13.0" 2>/dev/null \
     || $pip "torch==2.13.0" --index-url https://download.pytorch.org/whl/cpu \
     || { echo "no CPU build of torch 2.13.0 could be installed" >&2; exit 1; }
+# A browser for the tests of the page; where it cannot be had they are skipped, with a word.
+if ! command -v chromium >/dev/null 2>&1 && ! command -v google-chrome >/dev/null 2>&1; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        { apt-get -q update && DEBIAN_FRONTEND=noninteractive timeout 300 \
+            apt-get -q install -y --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 \
+            || echo "Chromium could not be installed: the tests of the page will be skipped" >&2
+    else
+        echo "no Chromium (apt-get install chromium): the tests of the page will be skipped" >&2
+    fi
+fi
 exec $pip --editable ".[test]"
