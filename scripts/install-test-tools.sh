@@ -13,3 +13,13 @@ $pip --editable ".[test]"
 # index without them costs their own tests, which then say so, and no other.
 $pip "litellm>=1.80" "langchain-openai>=1" "lm-eval>=0.4.9" \
     || echo "litellm, langchain-openai and lm-eval could not be installed: their tests are skipped" >&2
+# A browser for the tests of the page; where it cannot be had they are skipped, with a word.
+if ! command -v chromium >/dev/null 2>&1 && ! command -v google-chrome >/dev/null 2>&1; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        { apt-get -q update && DEBIAN_FRONTEND=noninteractive timeout 300 \
+            apt-get -q install -y --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 \
+            || echo "Chromium could not be installed: the tests of the page will be skipped" >&2
+    else
+        echo "no Chromium (apt-get install chromium): the tests of the page will be skipped" >&2
+    fi
+fi

@@ -30,6 +30,7 @@ from toque.engine import EngineCore, Executor
 from toque.files.checkpoint import Checkpoint, open_checkpoint
 from toque.files.end_tokens import end_token_ids
 from toque.files.known_tokens import known_tokens
+from toque.files.progress import Meter, passing_progress
 from toque.files.rates import RememberedRate
 from toque.files.source_hash import SourceHash, source_files
 from toque.files.weight_cache import WeightCache
@@ -41,6 +42,7 @@ from toque.model.cached_weights import CachedWeights
 from toque.model.dense import DenseDecoder
 from toque.model.quantize import QuantizedWeights, refuse_quantized
 from toque.model.registry import load_model, model_spec
+from toque.model.watched import Watched
 from toque.model.weights import never_four_bits
 from toque.record.disguise import Disguise
 from toque.record.recorder import RecordedExecutor, RecordedPort, Recorder, recorded_clock
@@ -98,7 +100,10 @@ def load(path: Path, options: EngineOptions) -> Loaded:
     if hashed is not None and ops.packing is not None:
         cached = CachedWeights(packer, ops.packing, hashed, WeightCache(), quantization)
     longest = options.max_model_len or spec.context
-    model = load_model(checkpoint, spec, ops, longest, cached or packer)
+    total_bytes = sum(tensor.data.nbytes for tensor in checkpoint.tensors.values())
+    with Meter(passing_progress(), total_bytes, "loading weights") as meter:
+        source = Watched(cached or packer, meter.reach)
+        model = load_model(checkpoint, spec, ops, longest, source)
     log.info(
         "weights: %s, %d layers, %.2f GB, %s, kernels %s, %.1f s",
         spec.architecture,

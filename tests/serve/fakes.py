@@ -14,29 +14,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from msgspec import structs
 
 from toque.config import ServeOptions
 from toque.errors import EngineError
 from toque.serve.server import Server
 from toque.types import (
     Abort,
+    Branch,
     Counters,
     Event,
+    Explain,
     Finished,
     FinishReason,
     Heartbeat,
     Hello,
+    Lane,
     Load,
     Logprob,
+    Look,
+    Note,
     Pooling,
     PromptScores,
     PromptVector,
     Refused,
     Request,
     Shutdown,
+    Slo,
+    Snapshot,
     Spellings,
     StepReport,
     StepTimes,
+    Timeline,
     Times,
     Tokens,
     Usage,
@@ -122,6 +131,9 @@ class FakeEngine:
     dead: str | None = None
     answer_aborts: bool = True
     policy: str = "fcfs"
+    slos: tuple[Slo, ...] = ()
+    answer_looks: bool = True
+    notes: tuple[Note, ...] = ()  # of every timeline
 
     def __post_init__(self) -> None:
         if self.hello:
@@ -141,6 +153,8 @@ class FakeEngine:
                 kv_cache_dtype="float32",
                 fingerprint="fp-1",
                 scheduling_policy=self.policy,
+                slo_classes=self.slos,
+                startup_s={"weights": 1.5},
             )
         )
 
@@ -149,15 +163,15 @@ class FakeEngine:
     def send(self, message: Any) -> None:
         self.got.append(message)
         if isinstance(message, Request) and self.refuse is not None:
-            refusal = Refused(
-                id=message.id,
-                message=self.refuse.message,
-                status=self.refuse.status,
-                retry_after_s=self.refuse.retry_after_s,
-            )
+            refusal = structs.replace(self.refuse, id=message.id)
             self.outbox.append(StepReport(events=(refusal,)))
         elif isinstance(message, Request):
             self.running[message.id] = Running(message, self.reply(message))
+        elif isinstance(message, Look) and self.answer_looks:
+            self.outbox.append(self._snapshot())
+        elif isinstance(message, Explain) and self.answer_looks:
+            known = message.id in self.running
+            self.outbox.append(Timeline(id=message.id, notes=self.notes if known else ()))
         elif isinstance(message, Abort) and self.answer_aborts and message.id in self.running:
             row = self.running.pop(message.id)
             self.outbox.append(self._report((self._finished(row, message.reason),), False))
@@ -248,8 +262,30 @@ class FakeEngine:
             arrived_s=arrived, admitted_s=row.first_s, first_token_s=row.first_s, finished_s=now
         )
         return Finished(
-            id=row.request.id, reason=reason, usage=usage, times=times, stop_token=token
+            id=row.request.id,
+            reason=reason,
+            usage=usage,
+            times=times,
+            stop_token=token,
+            timeline=self.notes,
         )
+
+    def _snapshot(self) -> Snapshot:
+        """The first page is shared, the others held or free."""
+        lanes = tuple(
+            Lane(
+                id=row.request.id,
+                row=place,
+                prompt_tokens=len(row.request.prompt),
+                computed_tokens=len(row.request.prompt) + row.done,
+                output_tokens=row.done,
+                arrived_s=row.request.arrived_s,
+            )
+            for place, row in enumerate(self.running.values())
+        )
+        pages = bytes([3, *([2] * 9), *([0] * 90)])
+        tree = (Branch(pages=2, holders=2), Branch(parent=0, pages=1))
+        return Snapshot(step=self.totals.steps, lanes=lanes, pages=pages, tree=tree, branches=2)
 
     def _count(self, **grown: int) -> None:
         now = {name: getattr(self.totals, name) + add for name, add in grown.items()}

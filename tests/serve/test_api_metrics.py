@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.fakes import FakeEngine, ServerThread, bytes_then_end, serving, wait_for
 from toque.metrics import TABLE, Histogram, Metrics, Row
-from toque.types import Counters, StepReport
+from toque.metrics.values import MOST_KEYS
+from toque.types import Counters, Load, RefusalCause, Refused, Slo, StepReport, StepTimes
 
 
 def scrape(server: ServerThread) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -70,6 +71,23 @@ def test_counters_and_histograms_add_up() -> None:
     pages = [value(samples, "kv_cache_pages", state=s) for s in ("free", "cached", "held")]
     assert sum(pages) == 100 and value(samples, "kv_cache_usage_ratio") == 0.04
     assert value(samples, "open_requests") == 0
+    for name in ("request_inference_time_seconds", "request_params_max_tokens",
+                 "request_prefill_kv_computed_tokens", "request_num_preemptions",
+                 "request_time_per_output_token_seconds"):  # fmt: skip
+        assert value(samples, f"{name}_count") == sequences
+    assert value(samples, "request_params_n_count") == 3
+    assert value(samples, "request_params_n_sum") == sequences
+    assert value(samples, "request_max_num_generation_tokens_sum") == 9 + 3 + 4
+    assert value(samples, "key_generation_tokens_total", key="none") == told
+    assert value(samples, "key_prompt_tokens_total", key="none") == prompt_tokens
+    sources = [value(samples, "prompt_tokens_by_source_total", source=s)
+               for s in ("local_compute", "local_cache_hit")]  # fmt: skip
+    assert sum(sources) == prompt_tokens
+    assert value(samples, "errors_total", cause="validation") == 1
+    assert value(samples, "errors_total", cause="not_found") == 1
+    assert value(samples, "startup_seconds", phase="weights") == 1.5
+    assert value(samples, "startup_seconds", phase="ready") > 0
+    assert value(samples, "engine_silence_seconds") == 0
     posts = {"method": "POST", "route": "/v1/completions"}
     assert value(samples, "http_requests_total", status="200", **posts) == 2
     assert value(samples, "http_requests_total", status="400", **posts) == 1
@@ -109,3 +127,141 @@ def test_weighted_histogram_equals_repeated_observation() -> None:
     assert samples[0] == samples[1]
     by_bound = {s.labels.get("le"): s.value for s in samples[0] if s.name.endswith("_bucket")}
     assert by_bound == {"1.0": 5.0, "2.0": 6.0, "+Inf": 10.0}
+
+
+# ------------------------------------------------------------------------------------- promises
+
+
+def test_every_sequence_with_a_class_gets_one_verdict() -> None:
+    slos = (Slo(name="easy", ttft_s=60.0), Slo(name="hard", ttft_s=1e-9, itl_s=1e-9))
+    engine = FakeEngine(slos=slos, reply=lambda r: bytes_then_end("abcd"))
+    with serving(engine) as server:
+        server.complete(slo="easy", n=2)
+        server.complete(slo="hard")
+        server.complete()
+        engine.refuse = Refused(id="", message="no", status=429, cause=RefusalCause.SLO)
+        assert server.http.post("/v1/completions", json={"prompt": "x", "slo": "hard"}).is_error
+        samples = scrape(server)
+    verdicts = {
+        (dict(labels)["slo_class"], dict(labels)["verdict"]): count
+        for (name, labels), count in samples.items()
+        if name == "slo_requests_total" and count
+    }
+    assert verdicts == {("easy", "met"): 2, ("hard", "missed"): 1, ("hard", "refused"): 1}
+    for target in ("ttft", "itl"):
+        assert value(samples, "slo_misses_total", slo_class="hard", target=target) == 1
+    assert value(samples, "slo_goodput_tokens_total", slo_class="easy") == 2 * 5
+    assert value(samples, "slo_attainment_ratio", slo_class="easy") == 1.0
+    assert value(samples, "slo_attainment_ratio", slo_class="hard") == 0.0
+    assert value(samples, "errors_total", cause="overload") == 1
+
+
+def test_each_failed_call_has_one_cause() -> None:
+    """Also those that fail after their status line, or whose client goes away."""
+    engine = FakeEngine(step_s=0.005, reply=lambda r: bytes_then_end("x" * 200))
+    with serving(engine, api_key=("key-for-tests",)) as server:
+        assert server.http.post("/v1/completions", json={}).status_code == 401
+        server.http.headers["authorization"] = "Bearer key-for-tests"
+        assert server.http.post("/v1/completions", content=b"{").status_code == 400
+        with server.http.stream(
+            "POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 200}
+        ) as answer:
+            next(answer.iter_lines())
+        wait_for(lambda: value(scrape(server), "calls_in_progress") == 0)
+        samples = scrape(server)
+        label = server.http.get("/metrics").text.split('key_calls_total{key="')
+    causes = {c: value(samples, "errors_total", cause=c)
+              for c in ("unauthorized", "validation", "cancelled")}  # fmt: skip
+    assert causes == {"unauthorized": 1, "validation": 1, "cancelled": 1}
+    assert sum(v for (name, _), v in samples.items() if name == "errors_total") == 3
+    ended = [v for (name, _), v in samples.items() if name == "calls_finished_total"]
+    assert sum(ended) == 3 == value(samples, "calls_received_total")
+    assert value(samples, "calls_finished_total", outcome="success") == 0
+    assert not any("key-for-tests" in part for part in label)
+    assert value(samples, "key_calls_total", key="none") == 1
+    assert sum(v for (name, _), v in samples.items() if name == "key_calls_total") == 3
+
+
+def test_keys_are_few_whatever_comes() -> None:
+    metrics = Metrics()
+    for number in range(3 * MOST_KEYS):
+        metrics.call_received()
+        metrics.call_finished("success", None, f"k{number}")
+    lines = [line for line in metrics.text().decode().splitlines()
+             if line.startswith("toque_key_calls_total{")]  # fmt: skip
+    assert len(lines) == MOST_KEYS + 1
+    assert f'toque_key_calls_total{{key="other"}} {2.0 * MOST_KEYS}' in lines
+    assert sum(float(line.rpartition(" ")[2]) for line in lines) == 3 * MOST_KEYS
+
+
+# ---------------------------------------------------------------------------- the engine's words
+
+
+def test_waste_waiting_and_prediction_are_what_the_engine_said() -> None:
+    now = [0.0]
+    metrics = Metrics(clock=lambda: now[0])
+    counters = Counters(wasted_aborted_tokens=3, wasted_evicted_tokens=4, recomputed_tokens=5,
+                        refused_slo=2, downgraded=1)  # fmt: skip
+    load = Load(waiting=2, queue_age_s=1.5, waiting_tokens=90, backlog_s=0.75, held_pages=2,
+                empty_places=1, total_pages=4,
+                waiting_by_reason={"pages": 1, "shared_page": 1})  # fmt: skip
+    metrics.step(StepReport(counters=counters, load=load, times=StepTimes(run_ms=10.0),
+                            predicted_ms=15.0))  # fmt: skip
+    now[0] = 2.0
+    text = metrics.text().decode()
+    for line in (
+        'wasted_tokens_total{cause="aborted"} 3.0', 'wasted_tokens_total{cause="evicted"} 4.0',
+        'wasted_tokens_total{cause="preempted"} 5.0',
+        'admission_rejections_total{reason="slo"} 2.0',
+        "slo_downgraded_total 1.0", "queue_age_seconds 3.5", "queue_tokens 90.0",
+        "queue_backlog_seconds 0.75", "kv_cache_fragmentation_ratio 0.5",
+        'num_requests_waiting_by_reason{reason="pages"} 1.0',
+        "step_prediction_error_ratio_sum 0.5",
+    ):  # fmt: skip
+        assert f"toque_{line}\n" in text, line
+
+
+# ---------------------------------------------------------------------------------- vLLM's names
+
+# Names of vLLM 0.32 that its dashboards and autoscalers use, with their types.
+VLLM = {
+    "num_requests_running": "gauge", "num_requests_waiting": "gauge",
+    "num_requests_waiting_by_reason": "gauge", "kv_cache_usage_perc": "gauge",
+    "cache_config_info": "gauge", "prompt_tokens": "counter", "generation_tokens": "counter",
+    "prompt_tokens_by_source": "counter", "prompt_tokens_cached": "counter",
+    "prefix_cache_queries": "counter", "prefix_cache_hits": "counter",
+    "num_preemptions": "counter", "request_success": "counter",
+    "admission_rejections": "counter", "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "request_time_per_output_token_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram", "request_queue_time_seconds": "histogram",
+    "request_inference_time_seconds": "histogram", "request_prefill_time_seconds": "histogram",
+    "request_decode_time_seconds": "histogram", "iteration_tokens_total": "histogram",
+    "request_prompt_tokens": "histogram", "request_generation_tokens": "histogram",
+    "request_max_num_generation_tokens": "histogram", "request_params_max_tokens": "histogram",
+    "request_prefill_kv_computed_tokens": "histogram", "request_params_n": "histogram",
+    "request_num_preemptions": "histogram",
+}  # fmt: skip
+
+
+def test_vllm_names_are_there_when_asked_for_and_say_the_same() -> None:
+    with serving(metrics_compat="vllm") as server:
+        server.complete(n=2)
+        text = server.http.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name, kind in VLLM.items():
+        assert families[f"vllm:{name}"].type == kind, name
+        for sample in families[f"vllm:{name}"].samples:
+            assert sample.labels["model_name"] == "fake" and sample.labels["engine"] == "0"
+    ours, theirs = families["toque_request_success"], families["vllm:request_success"]
+    for mine, sample in zip(ours.samples, theirs.samples, strict=True):
+        assert sample.name == "vllm:request_success_total" and sample.value == mine.value
+        assert sample.labels["finished_reason"] == mine.labels["finished_reason"]
+    reasons = {s.labels["reason"] for s in families["vllm:num_requests_waiting_by_reason"].samples}
+    assert reasons == {"capacity", "deferred"}
+    assert {row.vllm or row.name for row in TABLE if row.vllm is not None} == set(VLLM)
+
+
+def test_vllm_names_are_absent_unless_asked_for() -> None:
+    with serving() as server:
+        assert "vllm:" not in server.http.get("/metrics").text

@@ -36,7 +36,8 @@ GOOD = [f"good stream number {i} " * (i + 1) for i in range(8)]
 def live(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """Few rows and pages: waiting and preemption are part of it."""
     flags = ("--load-format", "dummy", "--served-model-name", "tiny", "--max-num-seqs", "6",
-             "--max-model-len", "300", "--max-num-batched-tokens", "48",
+             "--slo", "default:ttft=1s,itl=500ms", "--max-model-len", "300",
+             "--max-num-batched-tokens", "48",
              "--kv-cache-memory-bytes", str(768 * 800), "--read-timeout", "8")  # fmt: skip
     with serving(str(tiny_config), tmp_path_factory.mktemp("chaos"), *flags) as live:
         yield live
@@ -126,13 +127,18 @@ def test_good_streams_are_the_same_among_much_nonsense(live: Live, seed: int) ->
 TOTALS = ("prompt_tokens_total", "computed_tokens_total", "generation_tokens_total",
           "prefix_cache_hits_total", "recomputed_tokens_total", "calls_received_total",
           "calls_finished_total", "request_success_total", "request_prompt_tokens_sum",
-          "request_generation_tokens_sum", "request_prompt_tokens_count")  # fmt: skip
+          "request_generation_tokens_sum", "request_prompt_tokens_count",
+          "prompt_tokens_by_source_total", "key_prompt_tokens_total", "key_generation_tokens_total",
+          "key_calls_total", "errors_total", "slo_requests_total", "request_params_n_count",
+          "http_request_duration_seconds_count", "http_requests_total",
+          "request_time_per_output_token_seconds_count")  # fmt: skip
 
 
 def totals(live: Live) -> dict[str, float]:
     live.wait_idle()
     live.wait_until("calls are still open", toque_calls_in_progress=0)
     found = {name: live.metric("toque_" + name) for name in TOTALS}
+    found["succeeded"] = live.metric("toque_calls_finished_total", outcome="success")
     for state in ("free", "cached", "held"):
         found[state] = live.metric("toque_kv_cache_pages", state=state)
     return found
@@ -189,15 +195,23 @@ def check_conservation(live: Live, count: int) -> None:
     before = totals(live)
     sequences = asyncio.run(crowd(live, count, 5, leave=False))
     calm = totals(live)
-    grown = {name: calm[name] - before[name] for name in TOTALS}
+    grown = {name: calm[name] - before[name] for name in (*TOTALS, "succeeded")}
     assert grown["calls_received_total"] == grown["calls_finished_total"] == count
     assert grown["request_success_total"] == sequences
     asyncio.run(crowd(live, count, 6, leave=True))
     after = totals(live)
-    wild = {name: after[name] - calm[name] for name in TOTALS}
+    wild = {name: after[name] - calm[name] for name in (*TOTALS, "succeeded")}
     assert wild["calls_received_total"] == wild["calls_finished_total"] <= count
     assert live.metric("toque_calls_finished_total", outcome="cancelled") > 0
     for change in (grown, wild):
+        failed = change["calls_finished_total"] - change["succeeded"]
+        assert change["errors_total"] == failed
+        assert change["key_calls_total"] == change["calls_finished_total"]
+        assert change["slo_requests_total"] == change["request_success_total"]
+        assert change["prompt_tokens_by_source_total"] == change["prompt_tokens_total"]
+        assert change["key_prompt_tokens_total"] == change["prompt_tokens_total"]
+        assert change["key_generation_tokens_total"] == change["generation_tokens_total"]
+        assert change["http_request_duration_seconds_count"] == change["http_requests_total"]
         assert change["prompt_tokens_total"] == change["request_prompt_tokens_sum"]
         assert change["generation_tokens_total"] == change["request_generation_tokens_sum"]
         computed = change["computed_tokens_total"] - change["recomputed_tokens_total"]

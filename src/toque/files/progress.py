@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 POLL_S = 0.2
+LATE_S = 0.3
 
 
 class Progress(Protocol):
@@ -34,10 +36,17 @@ def terminal_progress() -> Progress:
     return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 
+def passing_progress() -> Progress | None:
+    """A bar that is gone once it is full, where standard error is a terminal; a log needs none.
+    What is quick shows none, and does not wait for the library that draws it."""
+    return LateBar() if sys.stderr.isatty() else None
+
+
 class BarProgress:
     """A bar with rate and remaining time."""
 
-    def __init__(self) -> None:
+    def __init__(self, stays: bool = True) -> None:
+        self._stays = stays
         self._bar: Any = (
             None  # rich.progress.Progress: imported only when there is something to show
         )
@@ -53,6 +62,7 @@ class BarProgress:
             progress.TransferSpeedColumn(),
             progress.TimeRemainingColumn(),
             console=Console(stderr=True),
+            transient=not self._stays,
         )
         self._bar.add_task(label, total=total_bytes or None)
         self._bar.start()
@@ -62,6 +72,32 @@ class BarProgress:
 
     def done(self) -> None:
         self._bar.stop()
+
+
+class LateBar:
+    """A passing bar that appears once the transfer has taken LATE_S."""
+
+    def __init__(self, bar: BarProgress | None = None) -> None:
+        self._bar = bar or BarProgress(stays=False)
+        self._shown = False
+        self._began_s, self._total_bytes, self._label = 0.0, 0, ""
+        self._before_bytes = 0
+
+    def start(self, total_bytes: int, label: str) -> None:
+        self._began_s, self._total_bytes, self._label = time.monotonic(), total_bytes, label
+
+    def advance(self, size_bytes: int) -> None:
+        self._before_bytes += size_bytes
+        if not self._shown and time.monotonic() - self._began_s > LATE_S:
+            self._bar.start(self._total_bytes, self._label)
+            self._shown = True
+            size_bytes = self._before_bytes
+        if self._shown:
+            self._bar.advance(size_bytes)
+
+    def done(self) -> None:
+        if self._shown:
+            self._bar.done()
 
 
 class LineProgress:

@@ -164,10 +164,10 @@ class Metrics:
         self._gauges["step_predicted_seconds"].set(predicted_ms / 1000)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Times a phase of the start."""
+    def phase(self, name: str) -> Iterator[Callable[[], float]]:
+        """Times a phase of the start; what it yields tells how long it has taken."""
         began_s = self._clock()
-        yield
+        yield lambda: self._clock() - began_s
         self.started(name, self._clock() - began_s)
 
     def started(self, phase: str, took_s: float) -> None:

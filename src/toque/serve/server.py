@@ -132,8 +132,9 @@ class Server:
     async def _load(self, load_tokenizer: Callable[[], TextTokenizer]) -> bool:
         """Load what the model's text needs while the engine loads the model; false = impossible."""
         try:
-            with self.service.metrics.phase("tokenizer"):
-                self.service.tokenizer = await asyncio.to_thread(load_tokenizer)
+            with self.service.metrics.phase("tokenizer") as took:
+                tokenizer = self.service.tokenizer = await asyncio.to_thread(load_tokenizer)
+            log.info("tokenizer: %d tokens, %.1f s", tokenizer.vocab_size, took())
         except ToqueError as error:
             log.error("the tokenizer could not be loaded: %s", error)
             return False

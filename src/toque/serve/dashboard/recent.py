@@ -60,9 +60,11 @@ class Recent:
         self._number = 0  # of the last step with a time
 
     def _now(self) -> Second:
+        """The present second; those since the last one, in which nothing came, are made too."""
         unix_s = int(self._clock() + self._to_unix_s)
-        if not self._seconds or self._seconds[-1][0] < unix_s:
-            self._seconds.append((unix_s, Second(load=self._load)))
+        last = self._seconds[-1][0] if self._seconds else unix_s - 1
+        for missing in range(max(last, unix_s - KEPT_S) + 1, unix_s + 1):
+            self._seconds.append((missing, Second(load=self._load)))
         return self._seconds[-1][1]
 
     def step(self, report: StepReport, gaps_s: Mapping[float, int]) -> None:
@@ -96,7 +98,7 @@ class Recent:
         second.missed += not met
 
     def since(self, unix_s: int) -> list[dict[str, object]]:
-        """The complete seconds after `unix_s` in which something was reported, oldest first."""
+        """The complete seconds after `unix_s`, oldest first."""
         self._now()
         done = [(t, second) for t, second in self._seconds if t > unix_s]
         return [second.told(t) for t, second in done[:-1]]

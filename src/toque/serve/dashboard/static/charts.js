@@ -20,10 +20,10 @@ export function sharp(canvas) {
   return { context, width, height };
 }
 
-function nice(top) {
-  if (top <= 0) return 1;
-  const power = 10 ** Math.floor(Math.log10(top));
-  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= top);
+/** The least round number that holds all of it, and whose half is round too. */
+function nice(top, least) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(top, least)));
+  return [1, 2, 4, 10].map((step) => step * power).find((step) => step >= Math.max(top, least));
 }
 
 /** `series`: {name, colour, value(second), area, dash}; areas are stacked in their order. */
@@ -61,7 +61,7 @@ export class Chart {
     const top = this.scale(rows);
     const x = (t) => frame.x + frame.w * (1 - (this.now - t) / this.window);
     const y = (value) => frame.y + frame.h * (1 - Math.min(1, value / top));
-    this.axes(context, frame, top, y);
+    this.axes(context, frame, top, y, rows);
     this.areas(context, rows, x, y);
     for (const series of this.series.filter((one) => !one.area)) this.line(context, rows, series, x, y);
     for (const line of this.lines) this.target(context, frame, line, top, y);
@@ -79,23 +79,28 @@ export class Chart {
       }
     }
     for (const line of this.lines) if (line.value < 3 * top) top = Math.max(top, line.value);
-    return nice(top * 1.02);
+    return nice(top * 1.02, this.unit === "count" ? 2 : 1);
   }
 
-  axes(context, frame, top, y) {
+  axes(context, frame, top, y, rows) {
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = colour("soft");
     context.strokeStyle = colour("line");
     context.lineWidth = 1;
     context.textBaseline = "middle";
     context.textAlign = "right";
-    for (const part of [0, 0.5, 1]) {
+    const empty = this.unit === "ms" && !rows.some((row) => this.series.some((series) => series.value(row) !== null));
+    for (const part of empty ? [0] : [0, 0.5, 1]) {
       const at = Math.round(y(part * top)) + 0.5;
       context.beginPath();
       context.moveTo(frame.x, at);
       context.lineTo(frame.x + frame.w, at);
       context.stroke();
       context.fillText(part ? this.say(part * top) : "0", frame.x - 6, at);
+    }
+    if (empty) {
+      context.textAlign = "center";
+      context.fillText("no tokens in this time", frame.x + frame.w / 2, frame.y + frame.h / 2);
     }
     context.textBaseline = "top";
     context.textAlign = "left";

@@ -61,7 +61,7 @@ export function shortId(id) {
 }
 
 export const WAITS = {
-  rows: "for a row", pages: "for pages", budget: "for room in the step", behind: "behind others",
+  step: "for the step's end", rows: "for a row", pages: "for pages", budget: "for room in the step", behind: "behind others",
   shared_page: "for a shared page", slo: "for running streams' targets",
 };
 

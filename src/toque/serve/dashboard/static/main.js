@@ -62,6 +62,7 @@ function showSteps(latestSteps) {
   for (const step of latestSteps) steps.set(step[0], step);
   while (steps.size > 400) steps.delete(steps.keys().next().value);
   const all = [...steps.values()];
+  $("steps").hidden = !all.length;
   drawSteps($("steps"), all);
   const step = all[all.length - 1];
   setText($("steps-note"), step ? `the last one took ${step[1].toFixed(1)} ms for ${step[2] + step[3]} tokens of ${step[4]} sequences` : "none yet");
@@ -79,6 +80,8 @@ function setBanner(text) {
 
 // ------------------------------------------------------------------------------------------------ feed and key
 
+let keyTried = false;
+
 const feed = new Feed({
   document: show,
   lost(reason) {
@@ -89,7 +92,7 @@ const feed = new Feed({
   },
   denied(status, message) {
     setState("bad", status === 401 ? "key needed" : "not allowed");
-    askForKey(status === 403 ? message : "");
+    askForKey(status === 403 ? message : keyTried ? "The server does not know this key." : "");
   },
 });
 
@@ -102,15 +105,12 @@ function askForKey(why = "") {
 }
 
 $("key").addEventListener("click", () => askForKey());
-let keyTried = false;
 $("key-form").addEventListener("submit", () => {
   storeKey($("k-input").value.trim());
   $("k-input").value = "";
   keyTried = true;
   feed.restart();
 });
-const denied = feed.on.denied;
-feed.on.denied = (status, message) => denied(status, status === 401 && keyTried ? "" : message);
 
 $("theme").addEventListener("click", () => {
   const chosen = localStorage.getItem("toque-theme") || "system";

@@ -12,6 +12,7 @@ export class Requests {
 
   show(calls) {
     $("requests-empty").hidden = calls.length > 0;
+    $("requests-table").hidden = !calls.length;
     const body = $("requests");
     const seen = new Set(calls.slice(0, MOST).map((call) => call.id));
     for (const [id, row] of this.rows) if (!seen.has(id)) { row.node.remove(); this.rows.delete(id); }
