@@ -118,6 +118,18 @@ class ServeOptions:
         "none", "none, or vllm: /metrics has vLLM's names too", choices=("none", "vllm")
     )
     allow_unknown_fields: bool = option(False, "ignore request fields that nobody knows")
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls: auto (told by its chat template), none, hermes, "
+        "qwen3_coder, llama3_json or mistral",
+        choices=("auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its reasoning: auto (told by its chat template), none, qwen3 or "
+        "deepseek_r1 (both: <think>), or mistral ([THINK])",
+        choices=("auto", "none", "qwen3", "deepseek_r1", "mistral"),
+    )
     single_process: bool = option(False, "run the engine in the server's own process")
 
 

@@ -30,6 +30,7 @@ _FAST = Field(fail_fast=True)
 TokenIds = Annotated[list[int], _FAST]
 Texts = Annotated[list[str], _FAST]
 Messages = Annotated[list[dict[str, Any]], _FAST]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PromptField = str | TokenIds | Texts | Annotated[list[TokenIds], _FAST]
 
 
@@ -105,6 +106,13 @@ class ChatBody(Sampling):
     add_generation_prompt: bool | None = Field(None, description="Default true.")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = Field(None, description="Functions; `strict` ones are enforced.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto (default with tools), required, or a function by name."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False = at most one call.")
+    reasoning_effort: Effort | None = Field(None, description="As far as the template knows it.")
+    include_reasoning: bool | None = Field(None, description="Default true.")
 
 
 class EmbeddingBody(BaseModel):
@@ -142,6 +150,7 @@ class TokenizeBody(BaseModel):
     add_generation_prompt: bool | None = Field(None, description="Default true; messages only.")
     continue_final_message: bool | None = Field(None, description="Messages only.")
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = Field(None, description="Messages only.")
     return_token_strs: bool | None = None
 
 
@@ -168,6 +177,7 @@ _UNIONS = {
         ("prompt", "input"), "must be a string, a list of strings, token ids or lists of token ids"
     ),
     "stop": "must be a string or a list of strings",
+    "tool_choice": "must be 'none', 'auto', 'required' or an object that names a function",
 }
 
 

@@ -51,10 +51,13 @@ class Format:
         return of_tools + (REASONING_PARSERS[self.reasoning] if self.reasoning else ())
 
 
+PLAIN = Format()
+
+
 class OutputParser:
     """Takes an answer's text as it comes, in any pieces; the parts do not depend on them."""
 
-    def __init__(self, form: Format = Format()) -> None:
+    def __init__(self, form: Format = PLAIN) -> None:
         self._sink = Sink(form.schemas, form.may_call, form.parallel)
         plain = form.tools is None and form.reasoning is None
         self._machine = None if plain else Machine(_reader(form), self._sink)
