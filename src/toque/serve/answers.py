@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from toque.serve.chat_answers import ChatDialect
 from toque.serve.choice import Choice, Delta
+from toque.serve.failures import Failure
 from toque.serve.logprobs import (
     CompletionLogprobs,
     CompletionWriter,
@@ -135,8 +136,31 @@ class CompletionDialect:
         )
 
 
+class Writing(Protocol):
+    """How the answer to one job is written; a stream is opening, chunks, usage, done."""
+
+    done: bytes
+
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        """The answer to a call that does not stream: JSON."""
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The first events of a stream."""
+
+    def chunks(self, choice: Choice) -> bytes:
+        """What a choice gained since last time, as events; may be empty."""
+
+    def usage(self, choices: Sequence[Choice]) -> bytes:
+        """The last event of a stream that asked for usage."""
+
+    def failed(self, failure: Failure) -> bytes:
+        """The last event of a stream that could not go on."""
+
+
 class Writer:
     """Encodes the answer to one job: the frame around its choices, and usage."""
+
+    done = b"data: [DONE]\n\n"
 
     def __init__(self, job: Job, tokenizer: TextTokenizer, fingerprint: str) -> None:
         self._job = job
@@ -147,7 +171,6 @@ class Writer:
         self._encoder = msgspec.json.Encoder()
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
-        """The answer to a call that does not stream: JSON."""
         bodies = [self._dialect.whole(choice, choice.drain()) for choice in choices]
         answer = self._frame(self._dialect.object_whole, bodies, usage_of(self._job, choices))
         if self._chat:
@@ -157,7 +180,6 @@ class Writer:
         return self._encoder.encode(answer)
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """The first chunks of a stream, as server-sent events."""
         out = bytearray()
         for choice in choices:
             body = self._dialect.opening(choice)
@@ -169,7 +191,6 @@ class Writer:
         return bytes(out)
 
     def chunks(self, choice: Choice) -> bytes:
-        """What a choice gained since last time, as server-sent events; may be empty."""
         delta = choice.drain()
         shown = delta.parts or delta.logprobs or (delta.ids and self._job.show.return_token_ids)
         if not shown and choice.finish_reason is None:
@@ -179,9 +200,11 @@ class Writer:
         return b"".join([self._event(self._frame(name, [body], usage)) for body in bodies])
 
     def usage(self, choices: Sequence[Choice]) -> bytes:
-        """The last chunk of a stream that asked for usage: no choices."""
         total = usage_of(self._job, choices)
         return self._event(self._frame(self._dialect.object_chunk, [], total))
+
+    def failed(self, failure: Failure) -> bytes:
+        return b"data: " + failure.body() + b"\n\n"
 
     def _running(self, choice: Choice) -> UsageBody | UnsetType | None:
         """`usage` of a chunk with choices: so far, null, or no such key."""

@@ -29,6 +29,7 @@ class Conversation:
     add_generation_prompt: bool = True
     carry_on: bool = False  # the last message is not over
     effort: str | None = None
+    effort_param: str = "reasoning_effort"  # the field that holds it
     param: str = "messages"  # the field that holds them, for what is said about them
 
 
@@ -60,14 +61,14 @@ def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
-def with_effort(asked: Conversation, formats: Formats, path: str) -> dict[str, Any]:
+def with_effort(asked: Conversation, formats: Formats) -> dict[str, Any]:
     """The template's variables, the reasoning effort among them. Raises RequestError.
 
     A template that knows `reasoning_effort` gets it; one that knows `enable_thinking` has it off
     for "none" and on for anything else. A model without either reasons as it does: "none" is then
     all that can be said of one that never reasons.
     """
-    variables, effort = dict(asked.variables), asked.effort
+    variables, effort, path = dict(asked.variables), asked.effort, asked.effort_param
     if effort is None:
         return variables
     if "reasoning_effort" in formats.variables:

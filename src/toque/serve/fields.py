@@ -128,6 +128,35 @@ MESSAGE_RULES: Rules = {
 CALL_RULES: Rules = {"index": NoOp(int)}
 CALL_FUNCTION_RULES: Rules = {"parsed_arguments": NoOp(object)}
 
+RESPONSES_RULES: Rules = {
+    "user": NoOp(str),
+    "service_tier": NoOp(str, ("auto", "default")),
+    "safety_identifier": NoOp(str),
+    "prompt_cache_key": NoOp(str),
+    "prompt_cache_retention": NoOp(str, ("in_memory", "in-memory")),
+    "background": Refused((None, False)),
+    "background_options": Refused(),
+    "conversation": Refused(),
+    "context_management": Refused(),
+    "include": Refused((None, [])),
+    "max_tool_calls": Refused(),
+    "moderation": Refused(),
+    "prompt": Refused(),
+    "prompt_cache_options": Refused(),
+    "top_logprobs": Refused((None, 0)),
+    "truncation": Refused((None, "disabled")),
+    "response_format": Refused(instead="text.format"),
+    "max_tokens": Refused(instead="max_output_tokens"),
+    "max_completion_tokens": Refused(instead="max_output_tokens"),
+    "messages": Refused(instead="input"),
+    "reasoning_effort": Refused(instead="reasoning.effort"),
+    "n": Refused((None, 1)),
+    "logprobs": Refused((None, False)),
+    "thinking_token_budget": Refused(),
+    "image": Refused(),
+    "access_programs": Refused(),
+}
+
 STREAM_OPTION_RULES: Rules = {"include_obfuscation": Refused((None, False))}
 
 TOKENIZE_RULES: Rules = {

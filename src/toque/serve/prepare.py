@@ -132,7 +132,9 @@ async def chat_job(
     service.model_name(hello, body.model)
     conversation = chat_conversation(body, service.options.allow_unknown_fields)
     prompt = await chat_prompt(service, hello, tokenizer, body, conversation)
-    grammar, prompt = await chat_grammar(service, body, conversation.offer, prompt)
+    grammar, prompt = await chat_grammar(
+        service, body, conversation.offer, prompt, constraint(body)
+    )
     asked = Asked(
         kind="chatcmpl",
         prompts=[prompt],
@@ -156,12 +158,18 @@ async def _grammar(service: Service, body: Sampling) -> Grammar | None:
 
 
 async def chat_grammar(
-    service: Service, body: Sampling, offer: Offer, prompt: Prompt
+    service: Service,
+    body: Sampling,
+    offer: Offer,
+    prompt: Prompt,
+    found: tuple[Grammar, str] | None,
 ) -> tuple[Grammar | None, Prompt]:
-    """The same of a chat, where calls may be asked for and reasoning comes first; and the prompt,
-    after which that reasoning is now certain to come, if it may. Raises RequestError."""
+    """The same of a chat, whose body asks for `found`: there calls may be asked for too, and
+    reasoning comes first; and the prompt, after which reasoning is now certain where it may come.
+
+    Raises RequestError."""
     hello, tokenizer = service.require_ready()
-    formats, found = service.formats(tokenizer), constraint(body)
+    formats = service.formats(tokenizer)
     tags = REASONING_PARSERS[formats.reasoning] if formats.reasoning else None
     after = tags[1] if tags and prompt.thinking != "closed" else ""
     if is_constrained(offer):

@@ -95,7 +95,7 @@ async def chat_tokens(service: Service, tokenizer: TextTokenizer, asked: Convers
         )
     if not formats.shows_tools:
         messages, tools = as_text(messages, tools), []
-    variables = with_effort(asked, formats, "reasoning_effort")
+    variables = with_effort(asked, formats)
     size_chars = sum(len(text) for text in strings_in([messages, tools, variables]))
     return await service.text_work(
         size_chars + PROMPT_COST_CHARS * len(messages),

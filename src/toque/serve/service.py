@@ -22,6 +22,7 @@ from toque.serve.failures import FailedCall, Failure, short, shutting_down
 from toque.serve.formats import Formats, TemplateText, formats_of
 from toque.serve.frontend import EngineClient
 from toque.serve.grammar_check import GrammarCheck
+from toque.serve.responses.store import ResponseStore
 from toque.serve.stream import TokenText
 from toque.types import Hello, Spellings
 
@@ -102,6 +103,7 @@ class Service:
         self.tokenizer: TextTokenizer | None = None
         self.open_ids = OpenIds()
         self.grammars = GrammarCheck(client)
+        self.responses = ResponseStore(options.max_responses, options.max_responses_bytes)
         self.draining = False
         self.started_unix_s = int(time.time())
         self._seed = seed
