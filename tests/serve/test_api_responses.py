@@ -178,7 +178,7 @@ def test_a_failure_in_the_middle_is_the_last_event() -> None:
     engine._advance = fail  # type: ignore[method-assign]
     with serving(engine) as server:
         events = stream(server)
-        assert [e["type"] for e in events].count("response.output_text.delta") == 3
+        assert "".join(e.get("delta", "") for e in events) == "Hel"
         last = events[-1]
         assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
         error = {"code": "engine_error", "message": "not a number"}
@@ -374,7 +374,7 @@ def test_openai_creates_streams_and_goes_on(server: ServerThread, client: openai
         kinds = [event.type for event in events]
         final = events.get_final_response()
     assert final.output_text == "Hello there" and kinds[-1] == "response.completed"
-    assert kinds.count("response.output_text.delta") == 10
+    assert "response.output_text.delta" in kinds
 
 
 def test_openai_parses_tools(server: ServerThread, client: openai.OpenAI) -> None:
