@@ -117,7 +117,23 @@ class ServeOptions:
     metrics_compat: str = option(
         "none", "none, or vllm: /metrics has vLLM's names too", choices=("none", "vllm")
     )
+    max_responses: int = option(4096, "most responses stored for /v1/responses")
+    max_responses_bytes: int = option(
+        256 << 20, "most memory of stored responses, e.g. 256MiB", size=True
+    )
     allow_unknown_fields: bool = option(False, "ignore request fields that nobody knows")
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls: auto (told by its chat template), none, hermes, "
+        "qwen3_coder, llama3_json or mistral",
+        choices=("auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its reasoning: auto (told by its chat template), none, qwen3 or "
+        "deepseek_r1 (both: <think>), or mistral ([THINK])",
+        choices=("auto", "none", "qwen3", "deepseek_r1", "mistral"),
+    )
     single_process: bool = option(False, "run the engine in the server's own process")
 
 
@@ -241,6 +257,9 @@ def check_serve(options: ServeOptions) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
     if options.shutdown_timeout < 0:
         raise ConfigError("--shutdown-timeout must not be below 0 seconds")
+    for name in ("max_responses", "max_responses_bytes"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be below 0")
     for name in ("max_body_bytes", "max_json_depth", "max_sequences"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")

@@ -79,6 +79,9 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id >= 256
 
+    template_text = ""  # a test gives it the marks and variables of a model's template
+    template_variables: frozenset[str] = frozenset()
+
     def token_id(self, token: str) -> int | None:
         return None
 
@@ -130,6 +133,7 @@ class FakeEngine:
     outbox: list[Any] = field(default_factory=list)
     dead: str | None = None
     answer_aborts: bool = True
+    context: int = CONTEXT
     policy: str = "fcfs"
     slos: tuple[Slo, ...] = ()
     answer_looks: bool = True
@@ -144,7 +148,7 @@ class FakeEngine:
             Hello(
                 model_name="fake",
                 vocab_size=VOCAB,
-                max_model_len=CONTEXT,
+                max_model_len=self.context,
                 end_token_ids=(END,),
                 block_size=16,
                 total_pages=100,
@@ -202,7 +206,7 @@ class FakeEngine:
     def _advance(self, row: Running) -> list[Event]:
         request, now = row.request, time.monotonic()
         limit = request.sampling.max_tokens
-        assert limit is not None and len(request.prompt) + limit <= CONTEXT
+        assert limit is not None and len(request.prompt) + limit <= self.context
         if row.first_s is None:
             row.first_s = now
             self._count(prompt_tokens=len(request.prompt), prefix_queries=len(request.prompt))

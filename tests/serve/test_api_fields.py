@@ -177,7 +177,7 @@ CHAT_WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hi"}, "messages"),
     ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [*HI, {"role": "user"}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -195,7 +195,7 @@ CHAT_WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x", "bogus": 5}]}, "messages[0].bogus"),
     (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].function",
     ),
     ({"max_completion_tokens": 5}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -212,7 +212,7 @@ CHAT_WRONG: list[tuple[dict[str, Any], str]] = [
         {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
     ),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"prompt": "x"}, "prompt"),
 ]
 
@@ -322,7 +322,7 @@ def test_unknown_model_is_404_on_every_route(server: ServerThread) -> None:
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {"messages": HI, "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": HI, "tools": [{}]}, "tools[0].type"),
         ("/tokenize", {"prompt": "x", "bogus": 1}, "bogus"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),

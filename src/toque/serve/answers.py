@@ -7,18 +7,18 @@ Does not know: HTTP, SSE, the engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from toque.serve.chat_answers import ChatDialect
 from toque.serve.choice import Choice, Delta
+from toque.serve.failures import Failure
 from toque.serve.logprobs import (
-    ChatLogprobs,
     CompletionLogprobs,
     CompletionWriter,
     PromptLogprobs,
-    chat_logprobs,
     prompt_logprobs,
 )
 from toque.serve.prepare import Job
@@ -32,11 +32,16 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class UsageBody(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct):
@@ -48,35 +53,6 @@ class TextChoice(msgspec.Struct):
     token_ids: Ids = UNSET
     prompt_token_ids: Ids = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class Message(msgspec.Struct):
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: Message
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishWord
-    stop_reason: str | int | None
-    token_ids: Ids = UNSET
-
-
-class ChatDelta(msgspec.Struct):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class DeltaChoice(msgspec.Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishWord
-    stop_reason: str | int | UnsetType | None = UNSET
-    token_ids: Ids = UNSET
 
 
 class Answer(msgspec.Struct):
@@ -137,7 +113,7 @@ class CompletionDialect:
         ids = self._job.show.return_token_ids
         return TextChoice(
             index=choice.index,
-            text=echo + "".join(delta.text),
+            text=echo + delta.text,
             logprobs=self._logprobs(choice, delta, first) if self._with_logprobs else None,
             finish_reason=choice.finish_reason if last else None,
             stop_reason=choice.stop_reason if last else None,
@@ -161,85 +137,63 @@ class CompletionDialect:
         )
 
 
-class ChatDialect:
-    object_whole = "chat.completion"
-    object_chunk = "chat.completion.chunk"
+class Writing(Protocol):
+    """How the answer to one job is written; a stream is opening, chunks, usage, done."""
 
-    def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
-        self._job = job
-        self._tokenizer = tokenizer
-        self._with_logprobs = job.sampling.logprobs is not None
+    done: bytes
 
-    def whole(self, choice: Choice, delta: Delta) -> ChatChoice:
-        return ChatChoice(
-            index=choice.index,
-            message=Message("".join(delta.text)),
-            logprobs=self._logprobs(delta),
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
-            token_ids=self._ids(delta),
-        )
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        """The answer to a call that does not stream: JSON."""
 
-    def opening(self, choice: Choice) -> DeltaChoice:
-        return DeltaChoice(choice.index, ChatDelta(role="assistant", content=""), None, None)
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The first events of a stream."""
 
-    def chunks(self, choice: Choice, delta: Delta) -> list[Any]:
-        out: list[Any] = []
-        if delta:
-            text = ChatDelta(content="".join(delta.text))
-            logprobs, ids = self._logprobs(delta), self._ids(delta)
-            out.append(DeltaChoice(choice.index, text, logprobs, None, token_ids=ids))
-        if choice.finish_reason is not None:
-            end = DeltaChoice(choice.index, ChatDelta(), None, choice.finish_reason)
-            end.stop_reason = choice.stop_reason
-            out.append(end)
-        return out
+    def chunks(self, choice: Choice) -> bytes:
+        """What a choice gained since last time, as events; may be empty."""
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        if not self._with_logprobs:
-            return None
-        return chat_logprobs(self._tokenizer, delta.logprobs, self._job.show.tokens_as_ids)
+    def usage(self, choices: Sequence[Choice]) -> bytes:
+        """The last event of a stream that asked for usage."""
 
-    def _ids(self, delta: Delta) -> Ids:
-        return delta.ids if self._job.show.return_token_ids else UNSET
+    def failed(self, failure: Failure) -> bytes:
+        """The last event of a stream that could not go on."""
 
 
 class Writer:
     """Encodes the answer to one job: the frame around its choices, and usage."""
 
+    done = b"data: [DONE]\n\n"
+
     def __init__(self, job: Job, tokenizer: TextTokenizer, fingerprint: str) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
-        self._dialect: Dialect = (ChatDialect if job.chat else CompletionDialect)(job, tokenizer)
+        self._chat = job.kind == "chatcmpl"
+        self._dialect: Dialect = (ChatDialect if self._chat else CompletionDialect)(job, tokenizer)
         self._encoder = msgspec.json.Encoder()
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
-        """The answer to a call that does not stream: JSON."""
         bodies = [self._dialect.whole(choice, choice.drain()) for choice in choices]
         answer = self._frame(self._dialect.object_whole, bodies, usage_of(self._job, choices))
-        if self._job.chat:
+        if self._chat:
             if self._job.show.return_token_ids:
                 answer.prompt_token_ids = self._job.prompts[0].tokens
             answer.prompt_logprobs = _prompt_logprobs(self._job, self._tokenizer, choices[0])
         return self._encoder.encode(answer)
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """The first chunks of a stream, as server-sent events."""
         out = bytearray()
         for choice in choices:
             body = self._dialect.opening(choice)
             if body is not None:
                 answer = self._frame(self._dialect.object_chunk, [body], self._running(choice))
-                if self._job.chat and self._job.show.return_token_ids:
+                if self._chat and self._job.show.return_token_ids:
                     answer.prompt_token_ids = choice.prompt.tokens
                 out += self._event(answer)
         return bytes(out)
 
     def chunks(self, choice: Choice) -> bytes:
-        """What a choice gained since last time, as server-sent events; may be empty."""
         delta = choice.drain()
-        shown = delta.text or delta.logprobs or (delta.ids and self._job.show.return_token_ids)
+        shown = delta.parts or delta.logprobs or (delta.ids and self._job.show.return_token_ids)
         if not shown and choice.finish_reason is None:
             return b""  # held back: part of a character or of a stop string
         bodies = self._dialect.chunks(choice, delta if shown else Delta())
@@ -247,9 +201,11 @@ class Writer:
         return b"".join([self._event(self._frame(name, [body], usage)) for body in bodies])
 
     def usage(self, choices: Sequence[Choice]) -> bytes:
-        """The last chunk of a stream that asked for usage: no choices."""
         total = usage_of(self._job, choices)
         return self._event(self._frame(self._dialect.object_chunk, [], total))
+
+    def failed(self, failure: Failure) -> bytes:
+        return b"data: " + failure.body() + b"\n\n"
 
     def _running(self, choice: Choice) -> UsageBody | UnsetType | None:
         """`usage` of a chunk with choices: so far, null, or no such key."""
@@ -290,4 +246,8 @@ def usage_of(job: Job, choices: Sequence[Choice]) -> UsageBody:
     done = sum(choice.completion_tokens for choice in choices)
     firsts = choices[:: job.n]  # the further choices share the first one's pages
     cached = sum(choice.usage.cached_tokens for choice in firsts if choice.usage)
-    return UsageBody(prompt, done, prompt + done, PromptDetails(cached))
+    usage = UsageBody(prompt, done, prompt + done, PromptDetails(cached))
+    if job.form.reasoning is not None:
+        thought = sum(choice.num_reasoning for choice in choices)
+        usage.completion_tokens_details = CompletionDetails(thought)
+    return usage

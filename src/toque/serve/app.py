@@ -28,6 +28,7 @@ from toque.serve.health import operator_routes
 from toque.serve.keys import KeyCheck, keys_of
 from toque.serve.openai import model_routes, openai_routes, token_routes
 from toque.serve.openapi import document
+from toque.serve.responses.routes import response_routes
 from toque.serve.service import Service
 
 log = logging.getLogger("toque.serve")
@@ -44,6 +45,7 @@ def create_app(service: Service) -> Edge:
         title="toque", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.include_router(openai_routes(service))
+    app.include_router(response_routes(service))
     app.include_router(model_routes(service))
     app.include_router(token_routes(service))
     app.include_router(operator_routes(service))

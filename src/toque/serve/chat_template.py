@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
@@ -60,6 +60,10 @@ class ChatTemplate:
         self._templates = {n: _compile(self._sandbox, n, s) for n, s in templates.items()}
         self._tokens = dict(tokens)
         self._max_chars = max_chars
+        self.text = "\n".join(templates.values())
+        self.variables = frozenset().union(
+            *(meta.find_undeclared_variables(self._sandbox.parse(s)) for s in templates.values())
+        )
 
     def render(
         self,

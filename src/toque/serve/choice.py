@@ -14,6 +14,8 @@ from toque.serve.prepare import Job
 from toque.serve.prompts import Prompt
 from toque.serve.service import TextTokenizer
 from toque.serve.stream import TextStream
+from toque.serve.tools.output import OutputParser
+from toque.serve.tools.parts import Kind, Part
 from toque.types import (
     Event,
     Finished,
@@ -31,12 +33,16 @@ from toque.types import (
 class Delta:
     """What a choice has gained since it was last drained."""
 
-    text: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     ids: list[TokenId] = field(default_factory=list)
     logprobs: list[tuple[TokenId, Logprob]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.ids or self.text)
+        return bool(self.ids or self.parts)
+
+    @property
+    def text(self) -> str:
+        return "".join([part.text for part in self.parts if part.kind is Kind.TEXT])
 
 
 class Choice:
@@ -47,20 +53,23 @@ class Choice:
         self.index = index
         self.id = request.id
         self.prompt: Prompt = job.prompts[index // job.n]
-        self.finish_reason: str | None = None  # stop or length, OpenAI's words
+        self.finish_reason: str | None = None  # stop, length or tool_calls: OpenAI's words
         self.stop_reason: str | int | None = None  # the client's stop string or id that matched
         self.usage: Usage | None = None  # the engine's; None until it has finished
         self.num_tokens = 0
+        self.num_reasoning = 0  # of them
         self.begun = False  # its first token has come, or its end
         self.scores: list[Logprob] = []  # of the prompt's tokens from the second on
         self._job = job
         self._min_tokens = request.sampling.min_tokens
         self._delta = Delta()
+        self._parser = OutputParser(job.form_of(self.prompt))
         self._stream = TextStream(
             tokenizer,
             request.sampling.stop,
             job.show.skip_special_tokens,
             job.show.include_stop,
+            job.marker_ids,
         )
 
     @property
@@ -103,9 +112,11 @@ class Choice:
             if ends:
                 continue
             may_stop = self.num_tokens > self._min_tokens
+            thought = self._parser.in_reasoning
             self._add_text(self._stream.push(token_id, may_stop))
-            if self._stream.stopped is not None:
-                self._stop_at_string()
+            self.num_reasoning += thought or self._parser.in_reasoning
+            if self._stream.stopped is not None or self._parser.done:
+                self._stop_here()
                 return True
         return False
 
@@ -125,19 +136,27 @@ class Choice:
             raise FailedCall(shutting_down())  # not by us: a call that aborts stops reading
         self._add_text(self._stream.flush())
         if self._stream.stopped is not None:
-            self._stop_at_string()
+            self._stop_here()
             return
-        self.finish_reason = event.reason.value
+        self._end(event.reason)
         if event.stop_token in self._job.sampling.stop_token_ids:
             self.stop_reason = event.stop_token
 
-    def _stop_at_string(self) -> None:
-        self.finish_reason = FinishReason.STOP.value
+    def _stop_here(self) -> None:
+        """The text is over before the engine knows: a stop string, or the only call allowed."""
+        self._end(FinishReason.STOP)
         self.stop_reason = self._stream.stopped
+
+    def _end(self, reason: FinishReason) -> None:
+        self._delta.parts += self._parser.finish()
+        called = reason is FinishReason.STOP and self._parser.called
+        # As OpenAI does, a call that had to be made of one named tool ends with "stop".
+        told = called and self._job.offer.mode != "named"
+        self.finish_reason = "tool_calls" if told else reason.value
 
     def _add_text(self, text: str) -> None:
         if text:
-            self._delta.text.append(text)
+            self._delta.parts += self._parser.push(text)
 
     @property
     def can_open(self) -> bool:

@@ -16,10 +16,14 @@ from toque.serve.keys import key_of
 
 log = logging.getLogger("toque.serve")
 
+_RESPONSES = "/v1/responses/"
+RESPONSE_ROUTE = "/v1/responses/{response_id}"
 MODEL_ROUTE = "/v1/models/{name}"
 TIMELINE_ROUTE = "/v1/requests/{name}/timeline"
 _FAMILIES = (("/v1/models/", MODEL_ROUTE), ("/v1/requests/", TIMELINE_ROUTE))
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
+GENERATION_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses"}
+)
 OUTCOME = "toque.outcome"  # key of the scope: a dict for "outcome" and "cause", set by routes
 NO_KEY = "none"  # in place of a key's label
 NO_ANSWER = 499  # the client went away first; nginx's number for it
@@ -88,6 +92,10 @@ class Edge:
     def _route(self, path: str) -> str:
         if path in self._routes:
             return path
+        if path.startswith(_RESPONSES):
+            _, slash, rest = path.removeprefix(_RESPONSES).partition("/")
+            route = RESPONSE_ROUTE + slash + rest
+            return route if route in self._routes else "other"
         return next((route for start, route in _FAMILIES if path.startswith(start)), "other")
 
 

@@ -55,7 +55,6 @@ NO_OPS: dict[str, Rule] = {
     "safety_identifier": NoOp(str),
     "prompt_cache_key": NoOp(str),  # a routing hint; the prefix cache needs none
     "prompt_cache_retention": NoOp(str, ("in_memory", "in-memory")),
-    "parallel_tool_calls": NoOp(bool),  # without tools there are no calls
 }
 
 _BOTH: dict[str, Rule] = {
@@ -94,8 +93,6 @@ COMPLETION_RULES: Rules = {
 
 CHAT_RULES: Rules = {
     **_BOTH,
-    "tools": Refused((None, [])),
-    "tool_choice": Refused((None, "none", "auto")),
     "functions": Refused((None, [])),
     "function_call": Refused((None, "none", "auto")),
     "modalities": Refused((None, ["text"])),
@@ -103,8 +100,6 @@ CHAT_RULES: Rules = {
     "prediction": Refused(),
     "prompt_cache_options": Refused((None, {"mode": "implicit"})),
     "moderation": Refused(),
-    "reasoning_effort": Refused(),
-    "include_reasoning": Refused((None, True)),
     "verbosity": Refused(),
     "web_search_options": Refused(),
     "echo": Refused((None, False)),
@@ -118,21 +113,54 @@ CHAT_RULES: Rules = {
 
 # Clients send assistant messages back as they got them, absent parts as null.
 MESSAGE_RULES: Rules = {
-    "tool_calls": Refused((None, [])),
-    "tool_call_id": Refused(),
+    "tool_calls": Refused((None, [])),  # of other roles than assistant
+    "tool_call_id": Refused(),  # of other roles than tool
     "function_call": Refused(),
     "refusal": Refused(),
     "audio": Refused(),
     "annotations": Refused((None, [])),
+    "parsed": NoOp(object),  # what openai-python makes of the content
     "reasoning": Refused(),
     "reasoning_content": Refused(),
+}
+
+# A call that was put together from a stream has these beside what OpenAI's own form has.
+CALL_RULES: Rules = {"index": NoOp(int)}
+CALL_FUNCTION_RULES: Rules = {"parsed_arguments": NoOp(object)}
+
+RESPONSES_RULES: Rules = {
+    "user": NoOp(str),
+    "service_tier": NoOp(str, ("auto", "default")),
+    "safety_identifier": NoOp(str),
+    "prompt_cache_key": NoOp(str),
+    "prompt_cache_retention": NoOp(str, ("in_memory", "in-memory")),
+    "background": Refused((None, False)),
+    "background_options": Refused(),
+    "conversation": Refused(),
+    "context_management": Refused(),
+    "include": Refused((None, [])),
+    "max_tool_calls": Refused(),
+    "moderation": Refused(),
+    "prompt": Refused(),
+    "prompt_cache_options": Refused(),
+    "top_logprobs": Refused((None, 0)),
+    "truncation": Refused((None, "disabled")),
+    "response_format": Refused(instead="text.format"),
+    "max_tokens": Refused(instead="max_output_tokens"),
+    "max_completion_tokens": Refused(instead="max_output_tokens"),
+    "messages": Refused(instead="input"),
+    "reasoning_effort": Refused(instead="reasoning.effort"),
+    "n": Refused((None, 1)),
+    "logprobs": Refused((None, False)),
+    "thinking_token_budget": Refused(),
+    "image": Refused(),
+    "access_programs": Refused(),
 }
 
 STREAM_OPTION_RULES: Rules = {"include_obfuscation": Refused((None, False))}
 
 TOKENIZE_RULES: Rules = {
     "chat_template": Refused(),
-    "tools": Refused((None, [])),
     "mm_processor_kwargs": Refused((None, {})),
     "media_io_kwargs": Refused((None, {})),
 }

@@ -129,7 +129,7 @@ def _plain_origin(origin: str) -> str:
 async def _preflight(send: Send, headers: _Headers) -> None:
     answer = {
         "access-control-allow-origin": headers.origin or "",
-        "access-control-allow-methods": "GET, POST, OPTIONS",
+        "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
         "access-control-allow-headers": headers.get(b"access-control-request-headers") or ANY,
         "access-control-max-age": str(_PREFLIGHT_CACHE_S),
         "vary": "Origin",

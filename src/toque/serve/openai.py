@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from toque.config import ServeOptions
 from toque.errors import RequestError
 from toque.serve.classes import slo_of
+from toque.serve.conversation import chat_conversation
 from toque.serve.embeddings import EmbeddingResponse, embedding_job
 from toque.serve.failures import FailedCall, Failure
 from toque.serve.frontend import ClientGone
@@ -243,10 +244,12 @@ async def _encode(service: Service, tokenizer: TextTokenizer, body: TokenizeBody
             "'add_special_tokens' with 'messages' is not supported: the chat template writes them",
             "add_special_tokens",
         )
-    return await chat_tokens(service, tokenizer, body, messages or [])
+    asked = chat_conversation(body, service.options.allow_unknown_fields)
+    return await chat_tokens(service, tokenizer, asked)
 
 
 def _only_with_messages(body: TokenizeBody) -> None:
-    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+    template = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+    for name in template:
         if getattr(body, name) is not None:
             raise RequestError(f"'{name}' needs 'messages'", name)

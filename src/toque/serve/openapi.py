@@ -16,9 +16,10 @@ from pydantic import BaseModel
 
 from toque.metrics import CONTENT_TYPE
 from toque.serve import fields
-from toque.serve.answers import Answer, ChatChoice, TextChoice
+from toque.serve.answers import Answer, TextChoice
+from toque.serve.chat_answers import ChatChoice
 from toque.serve.dashboard import EVENTS_PATH
-from toque.serve.edge import GENERATION_PATHS, MODEL_ROUTE, TIMELINE_ROUTE
+from toque.serve.edge import GENERATION_PATHS, MODEL_ROUTE, RESPONSE_ROUTE, TIMELINE_ROUTE
 from toque.serve.embeddings import EmbeddingAnswer
 from toque.serve.schema import RULES
 from toque.types import Load
@@ -51,6 +52,10 @@ _ANSWER_OF = {
     "/v1/completions": "Completion",
     "/v1/chat/completions": "ChatCompletion",
     "/v1/embeddings": "EmbeddingAnswer",
+    "/v1/responses": "Response",
+    RESPONSE_ROUTE: "Response",
+    f"{RESPONSE_ROUTE}/input_items": "Items",
+    f"{RESPONSE_ROUTE}/cancel": "Response",
     "/v1/models": "ModelList",
     MODEL_ROUTE: "Model",
     "/tokenize": "Tokens",
@@ -62,7 +67,7 @@ _ANSWER_OF = {
     "/version": "Version",
     TIMELINE_ROUTE: "Timeline",
 }
-_STREAMING = ("/v1/completions", "/v1/chat/completions")
+_STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _NAMES_A_MODEL = (*GENERATION_PATHS, MODEL_ROUTE, "/tokenize", "/detokenize")
 # Any exchange may end so: a head that is no HTTP or too large, a missing key, a foreign host.
 _ANYWHERE = (400, 401, 403, 431, 500, 503)
@@ -186,6 +191,12 @@ _PLAIN: Json = {
         token_strs={"type": ["array", "null"], "items": _TEXT},
     ),
     "Text": _closed(prompt=_TEXT),
+    # OpenAI's Response and its items, whose kinds are theirs to describe.
+    "Response": {"type": "object", "required": ["id", "object", "status", "output"]},
+    "Items": _closed(
+        object={"const": "list"}, data={"type": "array"}, has_more={"type": "boolean"}
+    ),
+    "Deleted": _closed(id=_TEXT, object={"const": "response"}, deleted={"type": "boolean"}),
     "Status": _closed(status=_TEXT),
     "Version": _closed(version=_TEXT),
     "Timeline": {"type": "object", "required": ["id", "sequences"]},
@@ -196,7 +207,7 @@ _PLAIN: Json = {
 
 
 def _responses(path: str, method: str) -> Json:
-    answers = {200: {"description": _about_answer(path), "content": _content(path)}}
+    answers = {200: {"description": _about_answer(path), "content": _content(path, method)}}
     failure = {"application/json": {"schema": _reference("Error")}}
     for status in _statuses(path, method):
         answers[status] = {"description": HTTPStatus(status).phrase, "content": failure}
@@ -208,19 +219,21 @@ def _about_answer(path: str) -> str:
     return "The answer" + (events if path in _STREAMING else "")
 
 
-def _content(path: str) -> Json:
+def _content(path: str, method: str) -> Json:
     if path == "/metrics":
         return {CONTENT_TYPE.partition(";")[0]: {"schema": _TEXT}}
     if path == EVENTS_PATH:
         return {"text/event-stream": {}}
-    content: Json = {"application/json": {"schema": _reference(_ANSWER_OF[path])}}
+    name = "Deleted" if method == "delete" else _ANSWER_OF[path]
+    content: Json = {"application/json": {"schema": _reference(name)}}
     if path in _STREAMING:
         content["text/event-stream"] = {}  # OpenAPI 3.1 has no schema of one event
     return content
 
 
 def _statuses(path: str, method: str) -> tuple[int, ...]:
-    named = (404,) if path in (*_NAMES_A_MODEL, TIMELINE_ROUTE) else ()
+    names = path in (*_NAMES_A_MODEL, TIMELINE_ROUTE) or path.startswith(RESPONSE_ROUTE)
+    named = (404,) if names else ()
     read = (413,) if method == "post" and path != "/ping" else ()
     generating = (409, 429) if path in GENERATION_PATHS else ()
     watching = (429,) if path == EVENTS_PATH else ()

@@ -9,21 +9,29 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from msgspec import structs
 
 from toque.errors import RequestError
+from toque.serve.call_grammars import grammar_of_calls, is_constrained
 from toque.serve.constraints import constraint
+from toque.serve.conversation import chat_conversation
 from toque.serve.failures import short
+from toque.serve.formats import Formats
+from toque.serve.offer import NO_OFFER, Offer
 from toque.serve.params import bad_words, check_choice_left, sampling_params
 from toque.serve.prompts import Prompt, chat_prompt, completion_prompts
 from toque.serve.schema import ChatBody, CompletionBody, EmbeddingBody, Sampling, StreamOptions
 from toque.serve.service import Service
+from toque.serve.tools.output import PLAIN, REASONING_PARSERS, Format
 from toque.types import Grammar, Request, SamplingParams, Slo
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_CALL_GRAMMAR_CHARS = 1 << 24  # of a grammar x sequences of one request
+Kind = Literal["cmpl", "chatcmpl", "resp"]
+_SPELLED: dict[Kind, str] = {"cmpl": "cmpl-", "chatcmpl": "chatcmpl-", "resp": "resp_"}
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -37,6 +45,7 @@ class Show:
     tokens_as_ids: bool  # logprobs spell a token as "token_id:7"
     echo_logprobs: int | None = None  # alternatives per echoed token; None = no logprobs of them
     prompt_logprobs: int | None = None  # the same in vLLM's form
+    reasoning: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class Job:
     """One HTTP call, ready for the engine. `requests[p * n + c]` is choice c of prompt p."""
 
     id: str
-    chat: bool
+    kind: Kind
     model: str
     created_unix_s: int
     requests: tuple[Request, ...]
@@ -64,10 +73,30 @@ class Job:
     show: Show
     client_id: str | None  # the client's own name of the call, unique among open ones
     cut_to_tokens: int | None  # what is left of max_tokens, where the context cuts it
+    offer: Offer = NO_OFFER
+    form: Format = PLAIN  # how its answers are written; form_of says it of one prompt
+    marker_ids: frozenset[int] = frozenset()  # tokens that the form is made of
 
     @property
     def sampling(self) -> SamplingParams:
         return self.requests[0].sampling
+
+    def form_of(self, prompt: Prompt) -> Format:
+        thinks = self.form.reasoning if prompt.thinking != "closed" else None
+        return replace(self.form, reasoning=thinks, in_reasoning=prompt.thinking == "open")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the routes say of a job each in their own words."""
+
+    kind: Kind
+    prompts: list[Prompt]
+    max_tokens: int | None
+    logprobs: int | None
+    show: Show
+    offer: Offer = NO_OFFER
+    grammar: Grammar | None = None
 
 
 async def completion_job(
@@ -75,16 +104,24 @@ async def completion_job(
 ) -> Job:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     hello, tokenizer = service.require_ready()
-    asked = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    if asked == 0 and not body.echo and body.prompt_logprobs is None:
+    most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if most == 0 and not body.echo and body.prompt_logprobs is None:
         raise RequestError(
             "'max_tokens' is 0, which needs 'echo' or 'prompt_logprobs'", "max_tokens"
         )
     service.model_name(hello, body.model)
     grammar = await _grammar(service, body)
     prompts = await completion_prompts(service, hello, tokenizer, body)
-    arrival = Arrival(arrived_s, slo)
-    return _job(service, body, prompts, asked, body.logprobs, arrival, grammar)
+    show = replace(_show(body), echo_logprobs=body.logprobs if body.echo else None)
+    asked = Asked(
+        kind="cmpl",
+        prompts=prompts,
+        max_tokens=most,
+        logprobs=body.logprobs,
+        show=show,
+        grammar=grammar,
+    )
+    return make_job(service, body, asked, Arrival(arrived_s, slo))
 
 
 async def chat_job(
@@ -93,11 +130,21 @@ async def chat_job(
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     hello, tokenizer = service.require_ready()
     service.model_name(hello, body.model)
-    grammar = await _grammar(service, body)
-    prompt = await chat_prompt(service, hello, tokenizer, body)
-    limit, logprobs = _chat_limit(body), _chat_logprobs(body)
-    arrival = Arrival(arrived_s, slo)
-    return _job(service, body, [prompt], limit, logprobs, arrival, grammar)
+    conversation = chat_conversation(body, service.options.allow_unknown_fields)
+    prompt = await chat_prompt(service, hello, tokenizer, body, conversation)
+    grammar, prompt = await chat_grammar(
+        service, body, conversation.offer, prompt, constraint(body)
+    )
+    asked = Asked(
+        kind="chatcmpl",
+        prompts=[prompt],
+        max_tokens=_chat_limit(body),
+        logprobs=_chat_logprobs(body),
+        show=replace(_show(body), reasoning=body.include_reasoning is not False),
+        offer=conversation.offer,
+        grammar=grammar,
+    )
+    return make_job(service, body, asked, Arrival(arrived_s, slo))
 
 
 async def _grammar(service: Service, body: Sampling) -> Grammar | None:
@@ -108,6 +155,43 @@ async def _grammar(service: Service, body: Sampling) -> Grammar | None:
     grammar, param = found
     await service.grammars.check(grammar, param, *service.require_ready())
     return grammar
+
+
+async def chat_grammar(
+    service: Service,
+    body: Sampling,
+    offer: Offer,
+    prompt: Prompt,
+    found: tuple[Grammar, str] | None,
+) -> tuple[Grammar | None, Prompt]:
+    """The same of a chat, whose body asks for `found`: there calls may be asked for too, and
+    reasoning comes first; and the prompt, after which reasoning is now certain where it may come.
+
+    Raises RequestError."""
+    hello, tokenizer = service.require_ready()
+    formats = service.formats(tokenizer)
+    tags = REASONING_PARSERS[formats.reasoning] if formats.reasoning else None
+    after = tags[1] if tags and prompt.thinking != "closed" else ""
+    if is_constrained(offer):
+        if body.ignore_eos:
+            raise RequestError(
+                "'ignore_eos' with calls that are enforced is not supported", "ignore_eos"
+            )
+        markers = await service.grammars.markers(hello, tokenizer)
+        calls = grammar_of_calls(offer, formats, after, markers)
+        if found is not None and offer.mode == "auto":
+            raise RequestError(f"'{found[1]}' with strict tools is not supported", found[1])
+        found = calls, "tools"
+    elif found is not None and offer.shown:
+        raise RequestError(
+            f"'{found[1]}' with tools that may be called is not supported; use 'tool_choice'",
+            found[1],
+        )
+    if found is None:
+        return None, prompt
+    grammar = structs.replace(found[0], after=after)
+    await service.grammars.check(grammar, found[1], hello, tokenizer)
+    return grammar, replace(prompt, thinking="open" if after else prompt.thinking)
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -130,16 +214,14 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     return None
 
 
-def _show(body: CompletionBody | ChatBody) -> Show:
+def _show(body: Sampling) -> Show:
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("'prompt_logprobs' with 'stream' is not supported", "prompt_logprobs")
-    scored = body.logprobs if isinstance(body, CompletionBody) and body.echo else None
     return Show(
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
         include_stop=bool(body.include_stop_str_in_output),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        echo_logprobs=scored,
         prompt_logprobs=body.prompt_logprobs,
     )
 
@@ -161,23 +243,15 @@ def check_names(service: Service, body: Sampling | EmbeddingBody) -> None:
         )
 
 
-def _job(
-    service: Service,
-    body: CompletionBody | ChatBody,
-    prompts: list[Prompt],
-    max_tokens: int | None,
-    logprobs: int | None,
-    arrival: Arrival,
-    grammar: Grammar | None,
-) -> Job:
+def make_job(service: Service, body: Sampling, asked: Asked, arrival: Arrival) -> Job:
+    """Raises RequestError."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("'stream_options' needs 'stream' to be true", "stream_options")
     check_names(service, body)
     hello, tokenizer = service.require_ready()
-    chat = isinstance(body, ChatBody)
-    show = _show(body)
+    show, max_tokens, prompts = asked.show, asked.max_tokens, asked.prompts
     seed = service.seed(body.seed)
-    shared = sampling_params(body, hello, service.options, max_tokens, logprobs, seed)
+    shared = sampling_params(body, hello, service.options, max_tokens, asked.logprobs, seed)
     scored = [k for k in (show.echo_logprobs, show.prompt_logprobs) if k is not None]
     shared = structs.replace(
         shared,
@@ -186,12 +260,13 @@ def _job(
     )
     ends = () if shared.ignore_eos else hello.end_token_ids
     check_choice_left(shared, ends)
-    _check_grammar_size(grammar, len(prompts) * (body.n or 1))
-    requests = _requests(body, prompts, shared, hello.max_model_len, arrival, grammar)
+    _check_grammar_size(asked.grammar, len(prompts) * (body.n or 1))
+    requests = _requests(body, prompts, shared, hello.max_model_len, arrival, asked.grammar)
     least = min(r.sampling.max_tokens or 0 for r in requests)
+    form = _form(service.formats(tokenizer), asked)
     return Job(
-        id=f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
-        chat=chat,
+        id=_SPELLED[asked.kind] + (body.request_id or uuid.uuid4().hex),
+        kind=asked.kind,
         model=service.model_name(hello, body.model),
         created_unix_s=int(time.time()),
         requests=requests,
@@ -203,6 +278,25 @@ def _job(
         show=show,
         client_id=body.request_id,
         cut_to_tokens=least if max_tokens is not None and least < max_tokens else None,
+        offer=asked.offer,
+        form=form,
+        marker_ids=frozenset(
+            i for i in (tokenizer.token_id(mark) for mark in form.markers) if i is not None
+        ),
+    )
+
+
+def _form(formats: Formats, asked: Asked) -> Format:
+    """How the answers are read: /v1/completions is text and nothing else."""
+    if asked.kind == "cmpl":
+        return PLAIN
+    offered = asked.offer
+    return Format(
+        tools=formats.tools if offered.tools else None,
+        schemas=offered.schemas,
+        may_call=offered.mode != "none",
+        parallel=offered.parallel and offered.mode != "named",
+        reasoning=formats.reasoning,
     )
 
 

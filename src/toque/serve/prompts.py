@@ -7,20 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from toque.errors import RequestError
-from toque.serve.chat_template import RESERVED_VARIABLES
+from toque.serve.conversation import Conversation, with_effort
 from toque.serve.failures import FailedCall, Failure
-from toque.serve.messages import plain_messages
-from toque.serve.schema import (
-    MAX_PROMPTS,
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-    TokenizeBody,
-)
+from toque.serve.schema import MAX_PROMPTS, CompletionBody, EmbeddingBody, Sampling
 from toque.serve.service import Service, TextTokenizer, check_ids
+from toque.serve.tools.fallback import as_text
+from toque.serve.tools.output import REASONING_PARSERS
+from toque.serve.typed import strings_in
 from toque.types import Hello
 
 # Fill in the middle, prefix first: arXiv:2207.14255, section 3. Qwen2.5-Coder's spelling
@@ -35,10 +31,16 @@ MAX_CALL_TOKENS = 4_000_000  # prompt tokens x n of one request
 PROMPT_COST_CHARS = 64  # what a message or prompt costs beside its text, in characters
 
 
+_TAIL_TOKENS = 32
+# What of the reasoning is left to the output: to go on with it, none, or all of it if there is any.
+Thinking = Literal["open", "closed", "ahead"]
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     tokens: tuple[int, ...]
     echo: str = ""  # what comes before the output, where the client asked for it
+    thinking: Thinking = "closed"
 
 
 async def completion_prompts(
@@ -69,44 +71,59 @@ def _encode_all(
 
 
 async def chat_prompt(
-    service: Service, hello: Hello, tokenizer: TextTokenizer, body: ChatBody
+    service: Service, hello: Hello, tokenizer: TextTokenizer, body: Sampling, asked: Conversation
 ) -> Prompt:
     """Raises RequestError, FailedCall: each names the parameter at fault."""
     check_sequences(service, 1, body.n or 1)
-    tokens = await chat_tokens(service, tokenizer, body, body.messages)
-    prompt = _truncated(Prompt(tuple(tokens)), tokenizer, hello, body)
-    check_fits(prompt.tokens, hello, "messages")
+    tokens = await chat_tokens(service, tokenizer, asked)
+    whole = Prompt(tuple(tokens), thinking=_thinking(service, tokenizer, tokens, asked))
+    prompt = _truncated(whole, tokenizer, hello, body)
+    check_fits(prompt.tokens, hello, asked.param)
     check_total([len(prompt.tokens)], body.n or 1)
     return prompt
 
 
-async def chat_tokens(
-    service: Service,
-    tokenizer: TextTokenizer,
-    body: ChatBody | TokenizeBody,
-    messages: list[dict[str, Any]],
-) -> list[int]:
+async def chat_tokens(service: Service, tokenizer: TextTokenizer, asked: Conversation) -> list[int]:
     """The tokens of a conversation. Raises RequestError."""
-    plain = plain_messages(messages, service.options.allow_unknown_fields)
-    kwargs = dict(body.chat_template_kwargs or {})
-    for name in sorted({*RESERVED_VARIABLES, "continue_final_message"} & kwargs.keys()):
-        path = f"chat_template_kwargs.{name}"
-        raise RequestError(f"'{path}' is not the template's own to set", path)
-    carry_on = bool(body.continue_final_message)
-    if carry_on and body.add_generation_prompt:
+    formats = service.formats(tokenizer)
+    messages, tools = asked.messages, [tool.shown() for tool in asked.offer.shown]
+    if tools and formats.tools is None:
         raise RequestError(
-            "'continue_final_message' and 'add_generation_prompt' exclude each other",
-            "continue_final_message",
+            "'tools' is not supported by this model: its chat template knows none "
+            "(--tool-call-parser hermes describes them to it in the system message)",
+            "tools",
         )
-    generation = body.add_generation_prompt is not False and not carry_on
-    size_chars = sum(len(message["content"]) + PROMPT_COST_CHARS for message in plain)
-    size_chars += len(repr(kwargs))
+    if not formats.shows_tools:
+        messages, tools = as_text(messages, tools), []
+    variables = with_effort(asked, formats)
+    size_chars = sum(len(text) for text in strings_in([messages, tools, variables]))
     return await service.text_work(
-        size_chars,
+        size_chars + PROMPT_COST_CHARS * len(messages),
         lambda: tokenizer.encode_chat(
-            plain, add_generation_prompt=generation, continue_final_message=carry_on, **kwargs
+            messages,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.carry_on,
+            **({"tools": tools} if tools else {}),
+            **variables,
         ),
     )
+
+
+def _thinking(
+    service: Service, tokenizer: TextTokenizer, tokens: Sequence[int], asked: Conversation
+) -> Thinking:
+    """Where the prompt leaves the reasoning: told by its end, not by the model's name."""
+    name = service.formats(tokenizer).reasoning
+    if name is None:
+        return "closed"
+    opening, closing = REASONING_PARSERS[name]
+    if asked.carry_on:
+        text = asked.messages[-1].get("content", "")
+        return "open" if text.rfind(opening) > text.rfind(closing) else "closed"
+    tail = tokenizer.decode(tokens[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+    if tail.endswith(opening):
+        return "open"
+    return "closed" if tail.endswith(closing) else "ahead"
 
 
 def check_fits(tokens: Sequence[int], hello: Hello, param: str) -> None:
@@ -198,9 +215,7 @@ def _middle_encoder(tokenizer: TextTokenizer, body: CompletionBody) -> Encode:
     return encode
 
 
-def _truncated(
-    prompt: Prompt, tokenizer: TextTokenizer, hello: Hello, body: ChatBody | CompletionBody
-) -> Prompt:
+def _truncated(prompt: Prompt, tokenizer: TextTokenizer, hello: Hello, body: Sampling) -> Prompt:
     """Cut the prompt, and its echo with it, to what the body says."""
     tokens = truncated(prompt.tokens, hello, body, max(1, body.max_tokens or 1))
     if len(tokens) == len(prompt.tokens):
@@ -211,10 +226,7 @@ def _truncated(
 
 
 def truncated(
-    tokens: tuple[int, ...],
-    hello: Hello,
-    body: ChatBody | CompletionBody | EmbeddingBody,
-    room_tokens: int,
+    tokens: tuple[int, ...], hello: Hello, body: Sampling | EmbeddingBody, room_tokens: int
 ) -> tuple[int, ...]:
     """Cut to `truncate_prompt_tokens`; -1 leaves `room_tokens`. Raises RequestError."""
     keep = body.truncate_prompt_tokens

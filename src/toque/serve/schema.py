@@ -30,6 +30,7 @@ _FAST = Field(fail_fast=True)
 TokenIds = Annotated[list[int], _FAST]
 Texts = Annotated[list[str], _FAST]
 Messages = Annotated[list[dict[str, Any]], _FAST]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PromptField = str | TokenIds | Texts | Annotated[list[TokenIds], _FAST]
 
 
@@ -40,19 +41,17 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class Sampling(BaseModel):
-    """What both generation routes share. Null means the default."""
+class Drawing(BaseModel):
+    """How tokens are chosen: what all generating routes share. Null means the default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(None, description="A served name; absent = the served model.")
-    max_tokens: int | None = Field(None, ge=1, description="Cut to what the context leaves.")
     temperature: float | None = Field(None, ge=0, le=2, description="0 = greedy; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="0 or -1 = off.")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: str | Texts | None = Field(None, description="At most --max-stop-strings of them.")
     include_stop_str_in_output: bool | None = None
     stop_token_ids: TokenIds | None = None
@@ -64,27 +63,34 @@ class Sampling(BaseModel):
     logit_bias: dict[str, Any] | None = Field(None, description="Token id: bias, -100 to 100.")
     bad_words: Texts | None = Field(None, description="Texts that the output may not contain.")
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Not streamed.")
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Keep so many tokens of the prompt; -1 = what fits."
-    )
-    truncation_side: Literal["left", "right"] | None = Field(None, description="Default left.")
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Lower comes first.")
     slo: str | None = Field(
         None, max_length=64, description="Class of service; else the X-SLO-Class header's."
     )
     request_id: str | None = Field(None, description="Names the answer; unique among open calls.")
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, json_object, regex, choice, grammar (Lark)."
+    )
+
+
+class Sampling(Drawing):
+    """What completions and chat share beside that."""
+
+    max_tokens: int | None = Field(None, ge=1, description="Cut to what the context leaves.")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Not streamed.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep so many tokens of the prompt; -1 = what fits."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="Default left.")
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    skip_special_tokens: bool | None = Field(None, description="Default true.")
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = Field(
         None, description="text, json_object, or json_schema with a schema."
-    )
-    structured_outputs: dict[str, Any] | None = Field(
-        None, description="One of json, json_object, regex, choice, grammar (Lark)."
     )
 
 
@@ -104,6 +110,30 @@ class ChatBody(Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = Field(None, description="Default true.")
     continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = Field(None, description="Functions; `strict` ones are enforced.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto (default with tools), required, or a function by name."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False = at most one call.")
+    reasoning_effort: Effort | None = Field(None, description="As far as the template knows it.")
+    include_reasoning: bool | None = Field(None, description="Default true.")
+
+
+class ResponsesBody(Drawing):
+    input: str | list[Any] = Field(description="A text, or messages, calls and their outputs.")
+    instructions: str | None = Field(None, description="Not carried on to the next response.")
+    previous_response_id: str | None = None
+    store: bool | None = Field(None, description="Default true.")
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: int | None = Field(None, ge=1, description="Cut to what the context leaves.")
+    metadata: dict[str, Any] | None = None
+    text: dict[str, Any] | None = Field(None, description="{format}: text or json_schema.")
+    reasoning: dict[str, Any] | None = Field(None, description="{effort}")
+    tools: list[Any] | None = Field(None, description="Functions.")
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False = at most one call.")
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -142,6 +172,7 @@ class TokenizeBody(BaseModel):
     add_generation_prompt: bool | None = Field(None, description="Default true; messages only.")
     continue_final_message: bool | None = Field(None, description="Messages only.")
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = Field(None, description="Messages only.")
     return_token_strs: bool | None = None
 
 
@@ -157,6 +188,7 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 RULES: dict[type[BaseModel], fields.Rules] = {
     CompletionBody: fields.COMPLETION_RULES,
     ChatBody: fields.CHAT_RULES,
+    ResponsesBody: fields.RESPONSES_RULES,
     EmbeddingBody: fields.EMBEDDING_RULES,
     TokenizeBody: fields.TOKENIZE_RULES,
     DetokenizeBody: {},
@@ -168,6 +200,7 @@ _UNIONS = {
         ("prompt", "input"), "must be a string, a list of strings, token ids or lists of token ids"
     ),
     "stop": "must be a string or a list of strings",
+    "tool_choice": "must be 'none', 'auto', 'required' or an object that names a function",
 }
 
 
@@ -236,7 +269,7 @@ def check(
     rules = RULES[body]
     kept = fields.screen(data, body.model_fields, rules, "", lenient)
     options = kept.get("stream_options")
-    if isinstance(options, dict):
+    if isinstance(options, dict) and body is not ResponsesBody:
         known = StreamOptions.model_fields
         kept["stream_options"] = fields.screen(
             options, known, fields.STREAM_OPTION_RULES, "stream_options.", lenient

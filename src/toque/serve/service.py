@@ -19,8 +19,10 @@ from toque.errors import RequestError
 from toque.metrics import Metrics
 from toque.serve.connections import Connections
 from toque.serve.failures import FailedCall, Failure, short, shutting_down
+from toque.serve.formats import Formats, TemplateText, formats_of
 from toque.serve.frontend import EngineClient
 from toque.serve.grammar_check import GrammarCheck
+from toque.serve.responses.store import ResponseStore
 from toque.serve.stream import TokenText
 from toque.types import Hello, Spellings
 
@@ -30,7 +32,7 @@ SEED_BITS = 63
 DRAWN_BITS = 53  # of a seed that is drawn here: JavaScript keeps so many when it reads the answer
 
 
-class TextTokenizer(TokenText, Protocol):
+class TextTokenizer(TokenText, TemplateText, Protocol):
     """What the API needs of a tokenizer. Every method may be called from any thread."""
 
     @property
@@ -102,9 +104,11 @@ class Service:
         self.tokenizer: TextTokenizer | None = None
         self.open_ids = OpenIds()
         self.grammars = GrammarCheck(client)
+        self.responses = ResponseStore(options.max_responses, options.max_responses_bytes)
         self.draining = False
         self.started_unix_s = int(time.time())
         self._seed = seed
+        self._formats: Formats | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="toque-text")
 
     def close(self) -> None:
@@ -147,6 +151,13 @@ class Service:
         raise FailedCall(Failure(404, message, "model", "model_not_found"))
 
     # --------------------------------------------------------------------------------- services
+
+    def formats(self, tokenizer: TextTokenizer) -> Formats:
+        """How the model writes calls and reasoning."""
+        if self._formats is None:
+            flags = self.options.tool_call_parser, self.options.reasoning_parser
+            self._formats = formats_of(*flags, tokenizer)
+        return self._formats
 
     def seed(self, asked: int | None) -> int:
         """A request's seed, 0 to 2^63 - 1: its own, the server's, or one drawn now."""

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from toque.errors import EngineError
-from toque.serve.answers import Writer
+from toque.serve.answers import Writer, Writing
 from toque.serve.choice import Choice, choices_of
 from toque.serve.edge import OUTCOME
 from toque.serve.failures import FailedCall, Failure, cause_of, describe
@@ -33,7 +33,6 @@ log = logging.getLogger("toque.serve")
 
 Header = tuple[bytes, bytes]
 SCORE_CHARS = 64  # a prompt token's logprobs take about as long to write as so much text to read
-DONE = b"data: [DONE]\n\n"
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -44,12 +43,12 @@ _SSE_HEADERS = (
 class GenerationResponse(Response):
     """Submits the job when it is sent, and answers from its events."""
 
-    def __init__(self, service: Service, job: Job) -> None:
+    def __init__(self, service: Service, job: Job, writer: Writing | None = None) -> None:
         super().__init__()
         hello, tokenizer = service.require_ready()
         self._service = service
         self._job = job
-        self._writer = Writer(job, tokenizer, hello.fingerprint)
+        self._writer: Writing = writer or Writer(job, tokenizer, hello.fingerprint)
         self._choices = choices_of(job, tokenizer)
         self._by_id = {choice.id: choice for choice in self._choices}
         self._own_headers = [(b"toque-seed", str(job.sampling.seed).encode())]
@@ -91,7 +90,9 @@ class GenerationResponse(Response):
         except Exception as error:
             log.exception("a stream failed")
             last = self._failed(describe(error), told)
-        await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+        await send(
+            {"type": "http.response.body", "body": last + self._writer.done, "more_body": False}
+        )
 
     async def _written(self, write: Callable[[], bytes]) -> bytes:
         """Thousands of scored tokens are written in a thread, so that other streams go on."""
@@ -101,7 +102,7 @@ class GenerationResponse(Response):
     def _failed(self, failure: Failure, told: dict[str, str]) -> bytes:
         told["outcome"], told["cause"] = "failed", cause_of(failure.status, failure.code)
         self._service.metrics.refused(failure.status)
-        return b"data: " + failure.body() + b"\n\n"
+        return self._writer.failed(failure)
 
     # ---------------------------------------------------------------------------------- progress
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
+from collections.abc import Collection
 from typing import Protocol
 
 from toque.errors import RequestError
@@ -44,12 +45,15 @@ class TextStream:
         stop: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
-        """`include_stop`: the stop string itself is shown. Raises RequestError for an empty one."""
+        """`include_stop`: the stop string itself is shown. `shown`: special tokens that are text
+        all the same. Raises RequestError for an empty stop string."""
         self.stopped: str | None = None  # the stop string that ended the text
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._include_stop = include_stop
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = _Automaton(stop) if stop else None
         self._state = 0
@@ -62,7 +66,8 @@ class TextStream:
         """
         if self.stopped is not None:
             return ""
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        hidden = self._skip_special and self._tokenizer.is_special(token_id)
+        if hidden and token_id not in self._shown:
             return ""
         text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         return self._release(text) if may_stop else text

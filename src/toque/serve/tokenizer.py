@@ -77,12 +77,13 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """The ids of the rendered template. It writes BOS itself where the model wants one.
 
-        A control token that is typed inside a message is text; only the template writes control.
-        `kwargs` are for the template (`tools` and others). Raises RequestError if there is no
+        A control token that is typed inside a message or tool is text; only the template writes
+        control. `kwargs` are for the template. Raises RequestError if there is no
         template, or for what the template or `ChatTemplate.render` refuses.
         """
         if self.chat is None:
@@ -90,11 +91,12 @@ class Tokenizer:
                 "this model has no chat template, which a chat needs; use /v1/completions",
                 "messages",
             )
-        typed = typed_tokens(messages, self._control_pattern)
+        typed = typed_tokens(messages, self._control_pattern, tools)
         text = self.chat.render(
             messages if typed is None else typed.messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=tools if typed is None else typed.tools,
             **kwargs,
         )
         return self._ids(text, True, "messages") if typed is None else self._mixed_ids(text, typed)
@@ -114,6 +116,15 @@ class Tokenizer:
             elif piece:
                 ids += self._ids(typed.restore(piece), False, "messages")
         return ids
+
+    @property
+    def template_text(self) -> str:
+        return "" if self.chat is None else self.chat.text
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the template asks for beside what it sets itself."""
+        return frozenset() if self.chat is None else self.chat.variables
 
     def token_id(self, token: str) -> int | None:
         """The id of a token that the vocabulary spells so; None if it has none."""

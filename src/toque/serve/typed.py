@@ -1,4 +1,4 @@
-"""Control tokens that a user typed into a message are text, not control.
+"""Control tokens that a user typed into a message or a tool are text, not control.
 
 Owns: nothing. Knows: how control tokens are spelled. Does not know: templates, ids.
 
@@ -10,7 +10,7 @@ touched, so their ids are those of the plain way.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ _PRIVATE_PLANES = (0xF0000, 0x100000)  # Unicode 15, section 23.5: 65,534 charac
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """Messages with their typed control tokens replaced, and what each character stands for."""
+    """Messages and tools with their typed control tokens replaced, and what each character is."""
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
     literals: Mapping[int, str]  # code point -> control token
 
     def restore(self, text: str) -> str:
@@ -37,21 +38,49 @@ def pattern_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def typed_tokens(
-    messages: Sequence[Mapping[str, Any]], tokens: re.Pattern[str] | None
+    messages: Sequence[Mapping[str, Any]],
+    tokens: re.Pattern[str] | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Typed | None:
     """None when nobody typed a control token. Raises RequestError if they cannot be told apart."""
-    strings = [text for message in messages for text in message.values() if isinstance(text, str)]
+    strings = [*strings_in(messages), *strings_in(tools or ())]
     if tokens is None or not any(tokens.search(text) for text in strings):
         return None
     found = sorted({token for text in strings for token in tokens.findall(text)})
     first = _unused(strings, len(found))
     char_of = {token: chr(first + place) for place, token in enumerate(found)}
 
-    def hide(value: Any) -> Any:
-        return tokens.sub(lambda m: char_of[m[0]], value) if isinstance(value, str) else value
+    def hide(text: str) -> str:
+        return tokens.sub(lambda m: char_of[m[0]], text)
 
-    hidden = [{key: hide(value) for key, value in message.items()} for message in messages]
-    return Typed(hidden, {ord(char): token for token, char in char_of.items()})
+    return Typed(
+        _mapped(list(messages), hide),
+        None if tools is None else _mapped(list(tools), hide),
+        {ord(char): token for token, char in char_of.items()},
+    )
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every text in lists and objects, keys included."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += value
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _mapped(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(inner, change) for inner in value]
+    return value
 
 
 def _unused(strings: Sequence[str], count: int) -> int:
