@@ -178,6 +178,7 @@ class Spellings(Wire, frozen=True, kw_only=True):
     tokens: tuple[bytes, ...]  # by id; empty = no text
     markers: tuple[TokenId, ...]  # control and marker tokens: only a grammar that names them …
     end_token_ids: tuple[TokenId, ...]  # … allows them, and these only where it may end
+    shown: tuple[TokenId, ...] = ()  # markers that are text to a reader (`<think>`): free text too
 
 
 ToEngine = Request | Abort | Explain | Look | Shutdown | Spellings

@@ -160,6 +160,14 @@ def test_the_grammar_begins_after_a_boundary(compiler: Compiler, boundary: str) 
         assert not reads(compiler, late, thought) and not reads(compiler, late, good)
 
 
+def test_free_text_may_hold_markers_that_are_text(compiler: Compiler) -> None:
+    late = grammar(REGEX, "[0-9]{2}", "</think>")
+    assert reads(compiler, late, "<call>so <call> or <call></think>42")
+    control = [1, *ids_of("x</think>42")]  # <s> as a token
+    assert compiler.matcher(late).try_consume_tokens(control) == 0
+    assert not reads(compiler, grammar(REGEX, "[0-9]{2}", "<call>"), "x<call><call>42")
+
+
 # -------------------------------------------------------------------------------------- tool calls
 
 ADD = {

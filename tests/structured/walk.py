@@ -14,7 +14,10 @@ MARK = 3  # the marker <call>
 MORE = ['"', '":', '": ', '", "', "{}", "[]", "true", "false", "null", " 1", "12", "\n", "}]", '"}']
 TOKENS = (b"", b"<s>", b"</s>", b"<call>", *(bytes([i]) for i in range(256)))
 SPELLINGS = Spellings(
-    tokens=(*TOKENS, *(text.encode() for text in MORE)), markers=(1, 2, 3), end_token_ids=(END,)
+    tokens=(*TOKENS, *(text.encode() for text in MORE)),
+    markers=(1, 2, 3),
+    end_token_ids=(END,),
+    shown=(3,),
 )
 
 

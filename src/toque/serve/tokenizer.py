@@ -169,6 +169,7 @@ class Tokenizer:
             tokens=tuple(self.token_bytes(i) for i in range(self.vocab_size)),
             markers=tuple(sorted(marks | self._special)),
             end_token_ids=end_token_ids,
+            shown=tuple(sorted(marks - self._special)),
         )
 
     def pieces(self, ids: Iterable[int]) -> list[str]:

@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,7 @@ class Compiler:
         trie = llguidance.LLTokenizer(wrapped, eos_token=ends, slices=[])
         self._tokenizer: LLTokenizer = trie.with_slices(trie.json_slices())
         self.markers = markers_of(spellings)
+        self._shown = spellings.shown
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._cached_chars = 0
@@ -154,7 +155,7 @@ class Compiler:
         import llguidance
 
         limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        source = _source(grammar, self.markers)
+        source = _source(grammar, self.markers, self._shown)
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that can never begin fails here
@@ -189,20 +190,22 @@ def markers_of(spellings: Spellings) -> dict[str, TokenId]:
 # --------------------------------------------------------------- as llguidance reads a grammar
 
 
-def _source(grammar: Grammar, markers: Mapping[str, TokenId]) -> str:
+def _source(grammar: Grammar, markers: Mapping[str, TokenId], shown: Collection[TokenId]) -> str:
     """Raises GrammarError, SchemaError.
 
     The outer grammar also switches llguidance's forcing off: where only one text can follow, it
     would allow one spelling of it alone, which it asks of an encoder that is not here.
     """
     inner = {"name": "inner", **_INNER[grammar.kind](grammar.text)}
-    outer = _after(grammar.after, markers) if grammar.after else "start: @inner"
+    outer = _after(grammar.after, markers, shown) if grammar.after else "start: @inner"
     plain = '%llguidance {"no_forcing": true}\n'
     return json.dumps({"grammars": [{"lark_grammar": plain + outer}, inner]})
 
 
-def _after(boundary: str, markers: Mapping[str, TokenId]) -> str:
-    return f"""start: free NEWLINES @inner
+def _after(boundary: str, markers: Mapping[str, TokenId], shown: Collection[TokenId]) -> str:
+    others = ",".join(str(i) for i in shown if i != markers.get(boundary))
+    before = f"(TEXT <[{others}]>)* " if others else ""
+    return f"""start: {before}free NEWLINES @inner
 free: {until("boundary", boundary, markers)}
 boundary[lazy]: TEXT {quoted(boundary)}
 TEXT: /(?s:.*)/
