@@ -22,8 +22,10 @@ from tests.serve.live import Live, serving
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 POSITIVE = schemathesis.GenerationMode.POSITIVE
 NEGATIVE = schemathesis.GenerationMode.NEGATIVE
-BODIES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
-GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/ping", "/load", "/version",
+BODIES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings",
+          "/tokenize", "/detokenize")  # fmt: skip
+GETS = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/models",
+        "/v1/models/{name}", "/health", "/ready", "/ping", "/load", "/version",
         "/metrics", "/v1/completions")  # fmt: skip
 
 

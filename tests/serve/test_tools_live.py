@@ -202,9 +202,8 @@ def test_langchain_calls_a_local_function(live: Live) -> None:
     model = langchain.ChatOpenAI(
         base_url=f"{live.url}/v1", api_key="x", model="tiny", max_tokens=1500, temperature=1, seed=3
     )
-    caller = model.bind_tools(
-        [weather], tool_choice="required", parallel_tool_calls=False, strict=True
-    )
+    only: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    caller = model.bind_tools([weather], strict=True, **only)
     messages: list[Any] = [HumanMessage("How is the weather?")]
     for _ in range(2):
         answer = caller.invoke(messages)
@@ -213,6 +212,11 @@ def test_langchain_calls_a_local_function(live: Live) -> None:
         result = weather.invoke(call)
         assert isinstance(result, ToolMessage) and result.content
         messages += [answer, result]
+    items = langchain.ChatOpenAI(
+        base_url=f"{live.url}/v1", api_key="x", model="tiny", temperature=1, use_responses_api=True
+    ).bind_tools([weather], strict=True, **only)
+    (called,) = items.invoke(messages, max_tokens=1500).tool_calls
+    assert called["name"] == "weather"
     last = model.bind(max_tokens=5).invoke(messages)
     assert not last.tool_calls and last.response_metadata["finish_reason"] == "length"
     chunks = list(caller.stream(messages))

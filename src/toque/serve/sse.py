@@ -86,7 +86,9 @@ class GenerationResponse(Response):
         except ClientGone:
             raise
         except (FailedCall, EngineError) as error:
-            last = self._failed(describe(error), told)
+            # What came together with the failure has not been told yet.
+            open_ones = {i: c for i, c in self._by_id.items() if c.finish_reason is None}
+            last = self._chunks(open_ones) + self._failed(describe(error), told)
         except Exception as error:
             log.exception("a stream failed")
             last = self._failed(describe(error), told)
