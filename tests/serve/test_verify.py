@@ -14,7 +14,7 @@ import pytest
 
 from tests.serve.live import Live, serving
 from toque.cli import main
-from toque.commands.saved_answer import fingerprint_difference
+from toque.commands.saved_answer import differences, fingerprint_difference, read_saved
 
 FLAGS = ("--load-format", "dummy", "--threads", "1")
 
@@ -148,6 +148,45 @@ def test_another_engine_is_named(
     assert "another engine made this answer: KV dtype: float16 then, float32 now" in (
         capsys.readouterr().err
     )
+
+
+def test_a_streamed_call_is_put_together(tmp_path: Path) -> None:
+    """Its id is drawn for each answer; its arguments come in pieces."""
+
+    def chunk(delta: dict[str, Any], **end: Any) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **end}
+        frame = {"object": "chat.completion.chunk", "system_fingerprint": "f", "seed": 1}
+        return f"data: {json.dumps(frame | {'choices': [choice]})}"
+
+    def piece(index: int, arguments: str, **rest: Any) -> dict[str, Any]:
+        name = {"name": rest.pop("name")} if "name" in rest else {}
+        function = name | {"arguments": arguments}
+        return {"tool_calls": [{"index": index, "function": function, **rest}]}
+
+    events = [
+        chunk({"role": "assistant", "content": None}),
+        chunk(piece(0, "", name="look", id="call_1", type="function")),
+        chunk(piece(0, '{"a":')),
+        chunk(piece(0, " 1}")),
+        chunk(piece(1, "{}", name="see", id="call_2", type="function")),
+        chunk({}, finish_reason="tool_calls"),
+        "data: [DONE]",
+    ]
+    (tmp_path / "body").write_text("{}")
+    (tmp_path / "answer").write_text("\n\n".join(events))
+    found = read_saved(tmp_path / "body", tmp_path / "answer")
+
+    def call(name: str, arguments: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"id": f"call_{name}", "type": "function", "function": function}
+
+    message = {"role": "assistant", "content": None, "refusal": None}
+    message["tool_calls"] = [call("look", '{"a": 1}'), call("see", "{}")]  # type: ignore[assignment]
+    now: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    assert list(differences(found, [now])) == []
+    message["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'  # type: ignore[index]
+    (difference,) = differences(found, [now])
+    assert "at character 6 of message.tool_calls[0].function.arguments" in difference
 
 
 def test_fingerprints_are_compared_part_by_part() -> None:
