@@ -95,7 +95,7 @@ def test_one_file_holds_both(server: Live, tmp_path: Path) -> None:
 
 
 def test_where_they_part(server: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    body = {"prompt": "abc", "max_tokens": 12, "n": 2, "return_token_ids": True}
+    body = {"prompt": "abc", "max_tokens": 12, "n": 2, "ignore_eos": True, "return_token_ids": True}
     answer = json.loads(ask(server, "completions", body))
 
     def out_of(change: Any) -> str:
@@ -113,7 +113,7 @@ def test_where_they_part(server: Live, tmp_path: Path, capsys: pytest.CaptureFix
     def text_only(other: Any) -> None:
         for choice in other["choices"]:
             del choice["token_ids"], choice["prompt_token_ids"]
-        other["choices"][0]["text"] = "X" + other["choices"][0]["text"][1:]
+        other["choices"][0]["text"] = "一" + other["choices"][0]["text"][1:]
 
     def finish(other: Any) -> None:
         other["choices"][0]["finish_reason"] = "stop"
@@ -124,7 +124,7 @@ def test_where_they_part(server: Live, tmp_path: Path, capsys: pytest.CaptureFix
     ids = answer["choices"][1]["token_ids"]
     assert f"choice 1 parts at token 4: {ids[4] ^ 1} was saved, {ids[4]} now" in out_of(one_token)
     assert "choice 0 parts at token 7: the end was saved" in out_of(shorter)
-    assert "choice 0 parts at character 0 of text: 'X" in out_of(text_only)
+    assert "choice 0 parts at character 0 of text: '一" in out_of(text_only)
     assert "parts at character 0 of finish_reason: 'stop'" in out_of(finish)
     assert "choice 0 parts at token" in out_of(seed)
 
@@ -132,9 +132,11 @@ def test_where_they_part(server: Live, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_stream_that_lost_a_piece(
     server: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "stream": True}
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages, "max_tokens": 20, "ignore_eos": True, "stream": True}
     events = ask(server, "chat/completions", body).split("\n\n")
-    del events[5]
+    deltas = [json.loads(e[6:])["choices"][0]["delta"] for e in events if e.startswith("data: {")]
+    del events[next(i for i, delta in enumerate(deltas) if delta.get("content"))]
     assert verify(saved(tmp_path, body, "\n\n".join(events))) == 1
     assert "choice 0 parts at character" in capsys.readouterr().out
 
