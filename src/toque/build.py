@@ -100,7 +100,7 @@ def load(path: Path, options: EngineOptions) -> Loaded:
     if hashed is not None and ops.packing is not None:
         cached = CachedWeights(packer, ops.packing, hashed, WeightCache(), quantization)
     longest = options.max_model_len or spec.context
-    total_bytes = sum(tensor.data.nbytes for tensor in checkpoint.tensors.values())
+    total_bytes = sum(tensor.stored.nbytes for tensor in checkpoint.tensors.values())
     with Meter(passing_progress(), total_bytes, "loading weights") as meter:
         source = Watched(cached or packer, meter.reach)
         model = load_model(checkpoint, spec, ops, longest, source)
@@ -141,7 +141,7 @@ def configure(loaded: Loaded, options: EngineOptions) -> EngineConfig:
     kv_specs = model.kv_specs(kv_dtype(options))
     bytes_per_token = sum(layer.bytes_per_token() for layer in kv_specs)
     measured = Measured(
-        free_memory_bytes=free_memory_bytes(),
+        free_memory_bytes=_free_bytes(loaded),
         prefill_tokens_per_s=_prefill_rate(loaded, options),
     )
     config = resolve(options, spec, bytes_per_token, measured)
@@ -161,6 +161,12 @@ def configure(loaded: Loaded, options: EngineOptions) -> EngineConfig:
         measured.prefill_tokens_per_s,
     )
     return config
+
+
+def _free_bytes(loaded: Loaded) -> int:
+    """The system calls the pages of a mapped file free, but each step reads them."""
+    mapped_bytes = loaded.cached.mapped_bytes if loaded.cached else 0
+    return max(0, free_memory_bytes() - mapped_bytes)
 
 
 def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:

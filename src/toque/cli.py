@@ -22,6 +22,8 @@ MODEL_HELP = (
     "catalogue name (qwen2.5-coder-0.5b, smollm2), Hugging Face repo id, folder or .gguf file"
 )
 
+PARSERS = ("tool_call_parser", "reasoning_parser")  # of a server: they shape its answers
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. 2 = wrong usage or a choice that cannot work."""
@@ -51,8 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "verify":
         from toque.commands.verify import verify
 
-        options = _options(EngineOptions, arguments)
-        return verify(arguments.request, arguments.response, arguments.model, options)
+        parsers = {name: getattr(arguments, name) for name in PARSERS}
+        return verify(
+            (arguments.request, arguments.response),
+            arguments.model,
+            _options(EngineOptions, arguments),
+            ServeOptions(port=0, allow_unknown_fields=True, **parsers),
+        )
     if arguments.command == "replay":
         from toque.commands.replay import replay
 
@@ -98,6 +105,9 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("request", type=Path, help="the request, or both in one file (docs/api.md)")
     verify.add_argument("response", type=Path, nargs="?", help="the response, as curl printed it")
     verify.add_argument("--model", help="where the model is [as the response names it]")
+    for field in dataclasses.fields(ServeOptions):
+        if field.name in PARSERS:
+            _add_flag(verify, field)
     _add_flags(verify, EngineOptions)
     replay = _command(commands, "replay", "run a recording again and compare every plan")
     replay.add_argument("recording", help="a file of `toque serve --record`")
@@ -129,11 +139,15 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 def _add_flags(command: argparse.ArgumentParser, options: type[Any]) -> None:
     group = command.add_argument_group(options.__name__.removesuffix("Options").lower())
     for field in dataclasses.fields(options):
-        flag, help_text = "--" + field.name.replace("_", "-"), field.metadata["help"]
-        if isinstance(field.default, (int, float, str)) and not isinstance(field.default, bool):
-            help_text += f" [{field.default}]"
-        default = list(field.default) if isinstance(field.default, tuple) else field.default
-        group.add_argument(flag, default=default, help=help_text, **_kind(field))
+        _add_flag(group, field)
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
+    flag, help_text = "--" + field.name.replace("_", "-"), field.metadata["help"]
+    if isinstance(field.default, (int, float, str)) and not isinstance(field.default, bool):
+        help_text += f" [{field.default}]"
+    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    group.add_argument(flag, default=default, help=help_text, **_kind(field))
 
 
 def _kind(field: dataclasses.Field[Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from toque.kernels.cpu.ops import CpuOps
 from toque.kernels.cpu.packing import PanelPacking
 from toque.model.dummy import dummy_tensors
 from toque.model.registry import model_spec
+from toque.spec import StoredTensor
 
 OPTIONS = EngineOptions(kernels="cpu", threads=1, max_model_len=64)
 PROMPT = (5, 17, 40, 41, 200, 3, 77)
@@ -109,6 +110,7 @@ def test_the_next_start_packs_nothing_and_gives_the_same_bits(
     expected = logits(first)
     monkeypatch.setattr(CpuOps, "matrix", never)
     monkeypatch.setattr(CpuOps, "vector", never)
+    monkeypatch.setattr(StoredTensor, "data", property(never))  # nor is the model's file read
     second = start(folder)
     assert is_found(second)
     assert logits(second).tobytes() == expected.tobytes()
@@ -121,6 +123,7 @@ def test_a_quantized_file_with_permuted_rows(
     """GGUF's Llama has its query and key rows in another order than the kernels."""
     expected = logits(start(smollm2_path))
     monkeypatch.setattr(CpuOps, "matrix", never)
+    monkeypatch.setattr(StoredTensor, "data", property(never))
     assert logits(start(smollm2_path)).tobytes() == expected.tobytes()
 
 

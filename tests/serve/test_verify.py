@@ -14,7 +14,7 @@ import pytest
 
 from tests.serve.live import Live, serving
 from toque.cli import main
-from toque.commands.saved_answer import fingerprint_difference
+from toque.commands.saved_answer import differences, fingerprint_difference, read_saved
 
 FLAGS = ("--load-format", "dummy", "--threads", "1")
 
@@ -95,7 +95,7 @@ def test_one_file_holds_both(server: Live, tmp_path: Path) -> None:
 
 
 def test_where_they_part(server: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    body = {"prompt": "abc", "max_tokens": 12, "n": 2, "return_token_ids": True}
+    body = {"prompt": "abc", "max_tokens": 12, "n": 2, "ignore_eos": True, "return_token_ids": True}
     answer = json.loads(ask(server, "completions", body))
 
     def out_of(change: Any) -> str:
@@ -113,7 +113,7 @@ def test_where_they_part(server: Live, tmp_path: Path, capsys: pytest.CaptureFix
     def text_only(other: Any) -> None:
         for choice in other["choices"]:
             del choice["token_ids"], choice["prompt_token_ids"]
-        other["choices"][0]["text"] = "X" + other["choices"][0]["text"][1:]
+        other["choices"][0]["text"] = "一" + other["choices"][0]["text"][1:]
 
     def finish(other: Any) -> None:
         other["choices"][0]["finish_reason"] = "stop"
@@ -124,7 +124,7 @@ def test_where_they_part(server: Live, tmp_path: Path, capsys: pytest.CaptureFix
     ids = answer["choices"][1]["token_ids"]
     assert f"choice 1 parts at token 4: {ids[4] ^ 1} was saved, {ids[4]} now" in out_of(one_token)
     assert "choice 0 parts at token 7: the end was saved" in out_of(shorter)
-    assert "choice 0 parts at character 0 of text: 'X" in out_of(text_only)
+    assert "choice 0 parts at character 0 of text: '一" in out_of(text_only)
     assert "parts at character 0 of finish_reason: 'stop'" in out_of(finish)
     assert "choice 0 parts at token" in out_of(seed)
 
@@ -132,9 +132,11 @@ def test_where_they_part(server: Live, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_stream_that_lost_a_piece(
     server: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "stream": True}
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages, "max_tokens": 20, "ignore_eos": True, "stream": True}
     events = ask(server, "chat/completions", body).split("\n\n")
-    del events[5]
+    deltas = [json.loads(e[6:])["choices"][0]["delta"] for e in events if e.startswith("data: {")]
+    del events[next(i for i, delta in enumerate(deltas) if delta.get("content"))]
     assert verify(saved(tmp_path, body, "\n\n".join(events))) == 1
     assert "choice 0 parts at character" in capsys.readouterr().out
 
@@ -148,6 +150,45 @@ def test_another_engine_is_named(
     assert "another engine made this answer: KV dtype: float16 then, float32 now" in (
         capsys.readouterr().err
     )
+
+
+def test_a_streamed_call_is_put_together(tmp_path: Path) -> None:
+    """Its id is drawn for each answer; its arguments come in pieces."""
+
+    def chunk(delta: dict[str, Any], **end: Any) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **end}
+        frame = {"object": "chat.completion.chunk", "system_fingerprint": "f", "seed": 1}
+        return f"data: {json.dumps(frame | {'choices': [choice]})}"
+
+    def piece(index: int, arguments: str, **rest: Any) -> dict[str, Any]:
+        name = {"name": rest.pop("name")} if "name" in rest else {}
+        function = name | {"arguments": arguments}
+        return {"tool_calls": [{"index": index, "function": function, **rest}]}
+
+    events = [
+        chunk({"role": "assistant", "content": None}),
+        chunk(piece(0, "", name="look", id="call_1", type="function")),
+        chunk(piece(0, '{"a":')),
+        chunk(piece(0, " 1}")),
+        chunk(piece(1, "{}", name="see", id="call_2", type="function")),
+        chunk({}, finish_reason="tool_calls"),
+        "data: [DONE]",
+    ]
+    (tmp_path / "body").write_text("{}")
+    (tmp_path / "answer").write_text("\n\n".join(events))
+    found = read_saved(tmp_path / "body", tmp_path / "answer")
+
+    def call(name: str, arguments: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"id": f"call_{name}", "type": "function", "function": function}
+
+    message = {"role": "assistant", "content": None, "refusal": None}
+    message["tool_calls"] = [call("look", '{"a": 1}'), call("see", "{}")]  # type: ignore[assignment]
+    now: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    assert list(differences(found, [now])) == []
+    message["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'  # type: ignore[index]
+    (difference,) = differences(found, [now])
+    assert "at character 6 of message.tool_calls[0].function.arguments" in difference
 
 
 def test_fingerprints_are_compared_part_by_part() -> None:

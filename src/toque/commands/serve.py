@@ -58,6 +58,7 @@ def _serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
         located = locate(model, progress=terminal_progress())
         names = options.served_model_name or located.served_names
         options = replace(options, served_model_name=names)
+        log.info("starting: %s from %s", names[0], located.path)
         if options.single_process:
             return _run(_serve_in_one(listening, located, engine, options))
         with tempfile.TemporaryDirectory(prefix="toque-") as folder:  # mode 0700

@@ -14,6 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,13 +41,17 @@ EQUAL, PARTED = 0, 1  # exit codes; 2 = another fingerprint, or nothing to compa
 
 
 def verify(
-    request_path: Path, response_path: Path | None, model: str | None, engine: EngineOptions
+    paths: tuple[Path, Path | None],
+    model: str | None,
+    engine: EngineOptions,
+    options: ServeOptions,
 ) -> int:
-    """Returns 0 if the answer is equal, 1 if not. Raises ConfigError for input that cannot be used
-    and where another engine than this one made the answer."""
-    saved = read_saved(request_path, response_path)
+    """`paths`: the request and the response, or one file with both. Returns 0 if the answer is
+    equal, 1 if not. Raises ConfigError for input that cannot be used, and where another engine than
+    this one made the answer."""
+    saved = read_saved(*paths)
     located = locate(_model(model, saved), progress=terminal_progress())
-    answer = _replayed(saved, located, engine)
+    answer = _replayed(saved, located, engine, options)
     parted = list(differences(saved, answer["choices"]))
     for difference in parted:
         print(difference)
@@ -63,13 +68,11 @@ def _model(given: str | None, saved: Saved) -> str:
     return model
 
 
-def _replayed(saved: Saved, located: Located, engine: EngineOptions) -> Json:
+def _replayed(saved: Saved, located: Located, engine: EngineOptions, options: ServeOptions) -> Json:
     from toque.serve.server import run
 
     answers: list[Json] = []
-    options = ServeOptions(
-        port=0, served_model_name=located.served_names, allow_unknown_fields=True
-    )
+    options = replace(options, served_model_name=located.served_names)
     with bind("127.0.0.1", 0) as listening:
         run(_serve_one(listening, saved, located, engine, options, answers))
     return answers[0]

@@ -172,7 +172,7 @@ def _map_tensors(
                 f"or is not aligned to {alignment_bytes} bytes"
             )
         tensors[info.name] = tensor = _map_tensor(cursor, info, start + info.offset_bytes)
-        free_from = info.offset_bytes + tensor.data.size
+        free_from = info.offset_bytes + tensor.stored.size
     return {info.name: tensors[info.name] for info in infos}
 
 

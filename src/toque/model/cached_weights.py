@@ -60,6 +60,10 @@ class CachedWeights:
     def is_found(self) -> bool:
         return bool(self._found)
 
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(tensor.data.size for tensor in self._found.values())
+
     def matrix(self, tensor: StoredTensor) -> Matrix:
         name = _name(tensor)
         found = self._found.get(name)

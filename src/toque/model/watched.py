@@ -30,5 +30,5 @@ class Watched:
         return made
 
     def _count(self, tensor: StoredTensor) -> None:
-        self._so_far_bytes += tensor.data.nbytes
+        self._so_far_bytes += tensor.stored.nbytes  # `data` would read what may be mapped already
         self._taken(self._so_far_bytes)
