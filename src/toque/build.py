@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import structs
@@ -27,6 +28,7 @@ from toque.config import (
     resolve,
 )
 from toque.engine import EngineCore, Executor
+from toque.errors import ConfigError
 from toque.files.checkpoint import Checkpoint, open_checkpoint
 from toque.files.end_tokens import end_token_ids
 from toque.files.known_tokens import known_tokens
@@ -36,8 +38,9 @@ from toque.files.source_hash import SourceHash, source_files
 from toque.files.weight_cache import WeightCache
 from toque.ipc import EnginePort
 from toque.kernels import machine, physical_cores, select
-from toque.kernels.api import Ops, WeightSource
+from toque.kernels.api import LayerKV, Ops, WeightSource
 from toque.memory.manager import CacheManager
+from toque.memory.pool import Epochs
 from toque.model.cached_weights import CachedWeights
 from toque.model.dense import DenseDecoder
 from toque.model.quantize import QuantizedWeights, refuse_quantized
@@ -60,6 +63,10 @@ from toque.types import Hello
 from toque.worker.program import Program
 from toque.worker.state import DeviceState
 from toque.worker.worker import Worker, measure_prefill
+
+if TYPE_CHECKING:
+    from toque.disagg.order import Sharing
+    from toque.disagg.sharing import SharedEngine
 
 log = logging.getLogger(__name__)
 
@@ -135,13 +142,13 @@ def _packer(checkpoint: Checkpoint, ops: Ops, options: EngineOptions) -> tuple[W
     return QuantizedWeights(ops, options.quantization, never_four_bits()), options.quantization
 
 
-def configure(loaded: Loaded, options: EngineOptions) -> EngineConfig:
+def configure(loaded: Loaded, options: EngineOptions, memory_share: float = 1.0) -> EngineConfig:
     """Measure, then resolve."""
     spec, model = loaded.model.spec, loaded.model
     kv_specs = model.kv_specs(kv_dtype(options))
     bytes_per_token = sum(layer.bytes_per_token() for layer in kv_specs)
     measured = Measured(
-        free_memory_bytes=_free_bytes(loaded),
+        free_memory_bytes=int(_free_bytes(loaded) * memory_share),
         prefill_tokens_per_s=_prefill_rate(loaded, options),
     )
     config = resolve(options, spec, bytes_per_token, measured)
@@ -191,14 +198,25 @@ def _measured_rate(loaded: Loaded, options: EngineOptions) -> float:
     return measure_prefill(worker, tokens, options.block_size)
 
 
-def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: EnginePort) -> Engine:
+def assemble(
+    loaded: Loaded,
+    config: EngineConfig,
+    model_name: str,
+    port: EnginePort,
+    sharing: Sharing | None = None,
+) -> Engine:
     """Put the boxes together."""
     spec = loaded.model.spec
     end_ids = end_token_ids(loaded.checkpoint)
-    scheduler, cost = schedule(config, spec.vocab_size, end_ids)
-    grammars = Grammars()
-    worker = worker_of(loaded, config, grammars)
     hello = _hello(loaded, config, model_name, end_ids)
+    shared = None if sharing is None else _share(loaded, config, hello, sharing)
+    epochs = None if shared is None else shared.pool.epochs
+    scheduler, cost = schedule(config, spec.vocab_size, end_ids, epochs)
+    grammars = Grammars()
+    worker = worker_of(loaded, config, grammars, shared)
+    if shared is not None:
+        port = shared.port(port, scheduler.cache)
+        hello = structs.replace(hello, source=shared.source)
     openings = Openings(Gate(port, grammars), worker, time.monotonic)
     if config.record is not None:
         openings = recorded(openings, config, hello)
@@ -209,11 +227,18 @@ def assemble(loaded: Loaded, config: EngineConfig, model_name: str, port: Engine
     return Engine(core, hello, config, loaded.model)
 
 
-def worker_of(loaded: Loaded, config: EngineConfig, grammars: Grammars) -> Worker:
-    """The device's side of an engine, with its KV pages."""
-    kv = loaded.ops.kv_pages(
-        loaded.model.kv_specs(config.kv_cache_dtype), config.total_pages, config.block_size
-    )
+def worker_of(
+    loaded: Loaded, config: EngineConfig, grammars: Grammars, shared: SharedEngine | None = None
+) -> Worker:
+    """The device's side of an engine, with its KV pages, which other engines may read."""
+    kv_specs = loaded.model.kv_specs(config.kv_cache_dtype)
+    if shared is None:
+        kv = loaded.ops.kv_pages(kv_specs, config.total_pages, config.block_size)
+    else:
+        kv = [
+            LayerKV(pages, layer, config.block_size)
+            for pages, layer in zip(shared.pool.layers, kv_specs, strict=True)
+        ]
     sampler = loaded.ops.sampler(config.max_num_seqs)
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv, sampler)
     known = known_tokens(loaded.checkpoint, loaded.model.spec.vocab_size)
@@ -253,8 +278,22 @@ def recorded(inner: Openings, config: EngineConfig, hello: Hello) -> Openings:
     )
 
 
+def _share(loaded: Loaded, config: EngineConfig, hello: Hello, sharing: Sharing) -> SharedEngine:
+    """Raises ConfigError: pages travel as parts of the prefix tree."""
+    from toque.disagg.sharing import SharedEngine  # an engine alone needs none of it
+
+    if not config.enable_prefix_caching:
+        raise ConfigError("engines that share pages need --enable-prefix-caching")
+    layers = [
+        config.block_size * layer.bytes_per_token()
+        for layer in loaded.model.kv_specs(config.kv_cache_dtype)
+    ]
+    layout = f"{hello.fingerprint}, pages of {config.block_size} tokens"
+    return SharedEngine(sharing, layers, config.total_pages, layout)
+
+
 def schedule(
-    config: EngineConfig, vocab_size: int, end_ids: tuple[int, ...]
+    config: EngineConfig, vocab_size: int, end_ids: tuple[int, ...], epochs: Epochs | None = None
 ) -> tuple[Scheduler, StepCost]:
     """All of an engine that needs no model; the cost model is the scheduler's and the loop's."""
     limits = Limits(
@@ -271,7 +310,11 @@ def schedule(
     cost = StepCost(config.prefill_tokens_per_s)
     page_worth = partial(cost.page_worth, block_size=config.block_size)
     cache = CacheManager(
-        config.total_pages, config.block_size, config.enable_prefix_caching, page_worth
+        config.total_pages,
+        config.block_size,
+        config.enable_prefix_caching,
+        page_worth,
+        epochs,
     )
     policy = policy_named(config.scheduling_policy, cost)
     return Scheduler(limits, cache, policy, cost), cost
@@ -304,14 +347,22 @@ def _hello(
     )
 
 
-def build_engine(path: Path, model_name: str, options: EngineOptions, port: EnginePort) -> Engine:
-    """Checkpoint to engine in one go; its hello says how long each phase took."""
+def build_engine(
+    path: Path,
+    model_name: str,
+    options: EngineOptions,
+    port: EnginePort,
+    sharing: Sharing | None = None,
+    memory_share: float = 1.0,
+) -> Engine:
+    """Checkpoint to engine in one go; its hello says how long each phase took. `memory_share`: of
+    the free memory, for this engine."""
     moments_s = [time.monotonic()]
     loaded = load(path, options)
     moments_s.append(time.monotonic())
-    config = configure(loaded, options)
+    config = configure(loaded, options, memory_share)
     moments_s.append(time.monotonic())
-    engine = assemble(loaded, config, model_name, port)
+    engine = assemble(loaded, config, model_name, port, sharing)
     moments_s.append(time.monotonic())
     took_s = [end - start for start, end in pairwise(moments_s)]
     startup_s = dict(zip(("weights", "measure", "kv_pool"), took_s, strict=True))

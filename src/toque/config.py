@@ -135,6 +135,19 @@ class ServeOptions:
         choices=("auto", "none", "qwen3", "deepseek_r1", "mistral"),
     )
     single_process: bool = option(False, "run the engine in the server's own process")
+    data_parallel_size: int = option(1, "engines that share the requests, each with the model")
+    prefill: int = option(0, "engines that only compute prompts; needs --decode")
+    decode: int = option(0, "engines that take computed prompts and go on; needs --prefill")
+    kv_transfer: str = option(
+        "auto",
+        "how pages travel between engines: auto (shm where it reaches, else tcp), shm or tcp",
+        choices=("auto", "shm", "tcp"),
+    )
+
+    @property
+    def engines(self) -> int:
+        """How many engine processes."""
+        return self.prefill + self.decode or self.data_parallel_size
 
 
 DEFAULT_MAX_NUM_SEQS = 64
@@ -260,9 +273,21 @@ def check_serve(options: ServeOptions) -> None:
     for name in ("max_responses", "max_responses_bytes"):
         if getattr(options, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be below 0")
+    _check_engines(options)
     for name in ("max_body_bytes", "max_json_depth", "max_sequences"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+
+
+def _check_engines(options: ServeOptions) -> None:
+    if options.data_parallel_size < 1 or min(options.prefill, options.decode) < 0:
+        raise ConfigError("--data-parallel-size, --prefill and --decode count engines")
+    if (options.prefill == 0) != (options.decode == 0):
+        raise ConfigError("--prefill and --decode need each other: at least one engine of each")
+    if options.prefill and options.data_parallel_size > 1:
+        raise ConfigError("--data-parallel-size counts engines that do both: give no --prefill")
+    if options.engines > 1 and options.single_process:
+        raise ConfigError("--single-process has one engine: give no number of engines")
 
 
 def reachable_context(model: ModelSpec) -> int:

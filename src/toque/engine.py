@@ -58,9 +58,10 @@ class EngineCore:
 
     def run(self, keep_going: Callable[[], bool] = lambda: True) -> None:
         """Step until Shutdown arrives or `keep_going`, asked twice a second or more, says no."""
-        checked = True
+        checked, moved = True, False
         while keep_going() and not self._stopping:
-            if self.step(0.0 if self.scheduler.has_work else IDLE_WAIT_S):
+            moved = self.step(0.0 if moved else IDLE_WAIT_S)
+            if moved:
                 checked = False
             elif not checked:
                 # At rest the books are proved. Pages that do not add up could become a wrong

@@ -6,17 +6,21 @@ ends by a signal from the terminal: the server decides when, and if the server i
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
 
 from toque.config import EngineOptions
+from toque.disagg.order import Sharing
 from toque.errors import ToqueError
 from toque.types import EngineFailed
 
@@ -28,6 +32,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     model_name: str
     options: EngineOptions
+    sharing: Sharing | None = None  # with other engines
+    memory_share: float = 1.0  # of the free memory, where several engines start at once
     server_pid: int = 0  # whose child this is: when it is gone, so is the engine
 
 
@@ -43,6 +49,25 @@ def start_engine(orders: Orders) -> subprocess.Popen[bytes]:
     child.stdin.write(msgspec.json.encode(complete) + b"\n")
     child.stdin.close()
     return child
+
+
+def process_exit(child: subprocess.Popen[bytes]) -> asyncio.Future[str]:
+    """Completes with a sentence when the process has ended. A thread of its own waits: the pool of
+    `to_thread` is small, and this wait takes as long as the engine lives."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[str] = loop.create_future()
+
+    def tell(reason: str) -> None:
+        if not ended.done():
+            ended.set_result(reason)
+
+    def wait() -> None:
+        reason = exit_reason(child.wait())
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            loop.call_soon_threadsafe(tell, reason)
+
+    threading.Thread(target=wait, name="engine-exit", daemon=True).start()
+    return ended
 
 
 def exit_reason(returncode: int) -> str:
@@ -67,7 +92,14 @@ def main() -> int:
 
     port = ZmqEngineEnd(Path(orders.folder))
     try:
-        engine = build_engine(Path(orders.model_path), orders.model_name, orders.options, port)
+        engine = build_engine(
+            Path(orders.model_path),
+            orders.model_name,
+            orders.options,
+            port,
+            orders.sharing,
+            orders.memory_share,
+        )
         started()
         port.send(engine.hello)
         engine.core.run(keep_going=lambda: os.getppid() == orders.server_pid)

@@ -168,17 +168,38 @@ class ZmqEngineEnd:
 class ZmqServeEnd:
     """Serve's end: owns the private folder, and watches the engine's process.
 
-    `engine_exit` completes, with the reason as a sentence, when the engine process is gone.
+    `engine_exit` completes, with the reason as a sentence, when the engine process is gone. With
+    `frozen_after_s`, so does an engine that is there and does not answer its socket's heartbeats
+    (ZMTP 3.1, answered by ZeroMQ's own thread: a long step does not stop it, SIGSTOP does).
     """
 
-    def __init__(self, folder: Path, engine_exit: asyncio.Future[str] | asyncio.Task[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine_exit: asyncio.Future[str],
+        frozen_after_s: float | None = None,
+    ) -> None:
         self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/to-engine", bind=True)
         self._inbox = zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL)
         self._inbox.set_hwm(0)
+        self._exit = engine_exit
+        self._monitor: asyncio.Task[None] | None = None
+        if frozen_after_s is not None:
+            self._inbox.setsockopt(zmq.HEARTBEAT_IVL, int(frozen_after_s * 250))
+            self._inbox.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(frozen_after_s * 1000))
+            self._monitor = asyncio.ensure_future(self._watch(frozen_after_s))
         self._inbox.bind(f"ipc://{folder}/from-engine")
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._encoder = msgspec.msgpack.Encoder()
-        self._exit = engine_exit
+
+    async def _watch(self, frozen_after_s: float) -> None:
+        events = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await events.recv_multipart()
+        await asyncio.wait((self._exit,), timeout=LAST_WORDS_S)
+        if not self._exit.done():
+            self._exit.set_result(
+                f"the engine process gave no sign of life for {frozen_after_s:g} s"
+            )
 
     def send(self, message: ToEngine) -> None:
         with suppress(zmq.Again):  # nobody at the other end: `receive` says so
@@ -196,5 +217,8 @@ class ZmqServeEnd:
         return self._decoder.decode(incoming.result())
 
     def close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.cancel()
+            self._inbox.disable_monitor()
         self._outbox.close()
         self._inbox.close()

@@ -15,6 +15,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from toque.handover import (
+    EngineState,
+    Fetched,
+    FleetReport,
+    PageRef,
+    PagesReady,
+    Release,
+    Source,
+    Transfers,
+)
 from toque.spec import ModelSpec, RopeSpec, StoredTensor
 from toque.telemetry import (
     Branch,
@@ -36,16 +46,24 @@ if TYPE_CHECKING:
 __all__ = (  # beside what is defined here
     "Branch",
     "Counters",
+    "EngineState",
+    "Fetched",
+    "FleetReport",
     "Lane",
     "Load",
     "ModelSpec",
     "Note",
     "NoteKind",
+    "PageRef",
+    "PagesReady",
+    "Release",
     "RopeSpec",
     "Snapshot",
+    "Source",
     "StepTimes",
     "StoredTensor",
     "Timeline",
+    "Transfers",
     "WaitReason",
 )
 
@@ -58,6 +76,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-generation token, a stop token id or a stop string
     LENGTH = "length"  # max_tokens or the context is used up
     ABORT = "abort"  # the client went away or the server is shutting down
+    HANDOFF = "handoff"  # its prompt is computed, and another engine goes on; clients never see it
     ERROR = "error"  # this request failed; its neighbours did not
 
 
@@ -147,6 +166,7 @@ class Request(Wire, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     grammar: Grammar | None = None
     slo: Slo | None = None  # its class, whichever the policy: attainment is counted under all
+    output: tuple[TokenId, ...] = ()  # tokens that another engine gave before it was lost
 
 
 class Abort(Wire, frozen=True, kw_only=True):
@@ -181,7 +201,25 @@ class Spellings(Wire, frozen=True, kw_only=True):
     shown: tuple[TokenId, ...] = ()  # markers that are text to a reader (`<think>`): free text too
 
 
-ToEngine = Request | Abort | Explain | Look | Shutdown | Spellings
+class Prefill(Wire, frozen=True, kw_only=True):
+    """Compute the whole pages of this prompt and keep them until Release, or for `lease_s`."""
+
+    request: Request
+    lease_s: float
+
+
+class Fetch(Wire, frozen=True, kw_only=True):
+    """Serve this request; its prompt's pages are being computed at `source` under the same id.
+    What has not come `patience_s` from now is computed here."""
+
+    request: Request
+    source: Source
+    patience_s: float
+
+
+ToEngine = (
+    Request | Abort | Explain | Look | Shutdown | Spellings | Prefill | Fetch | PagesReady | Release
+)
 
 # ------------------------------------------------------------------------------------- events
 
@@ -301,6 +339,7 @@ class Hello(Wire, frozen=True, kw_only=True):
     scheduling_policy: str = "fcfs"
     slo_classes: tuple[Slo, ...] = ()  # one named "default" is for requests that name none
     startup_s: dict[str, float] = msgspec.field(default_factory=dict)  # phase of the start -> time
+    source: Source | None = None  # where its pages can be read by other engines
 
 
 class EngineFailed(Wire, frozen=True, kw_only=True):
@@ -309,7 +348,17 @@ class EngineFailed(Wire, frozen=True, kw_only=True):
     message: str
 
 
-FromEngine = StepReport | Heartbeat | Timeline | Snapshot | Hello | EngineFailed
+FromEngine = (
+    StepReport
+    | Heartbeat
+    | Timeline
+    | Snapshot
+    | Hello
+    | EngineFailed
+    | PagesReady
+    | Fetched
+    | FleetReport
+)
 
 # --------------------------------------------------------------------------------------- plans
 

@@ -16,27 +16,28 @@ import ssl
 import subprocess
 import tempfile
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toque.commands.engines import ENGINE_EXIT_S, end_child, local_engines
 from toque.config import EngineOptions, ServeOptions, check_serve
-from toque.engine_process import Orders, exit_reason, setup_logging, start_engine, started
+from toque.engine_process import Orders, process_exit, setup_logging, start_engine, started
 from toque.errors import ConfigError, ToqueError
 from toque.files.fetch import Located, locate
 from toque.files.progress import terminal_progress
 from toque.types import EngineFailed
 
 if TYPE_CHECKING:
+    from toque.disagg.fleet import Launcher
     from toque.ipc import InProcess
     from toque.serve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65536
-ENGINE_EXIT_S = 5.0  # how long the engine gets to end after Shutdown, then it is killed
 
 
 def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
@@ -65,11 +66,14 @@ def _serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
             orders = Orders(
                 folder=folder, model_path=str(located.path), model_name=names[0], options=engine
             )
+            if options.engines > 1:
+                with local_engines(orders, options) as engines:
+                    return _run(_serve_over(listening, located, orders, options, engines))
             child = start_engine(orders)  # before the server's own imports: both take a moment
             try:
                 return _run(_serve_in_two(listening, located, orders, options, child))
             finally:
-                _end(child)
+                end_child(child)
 
 
 def _check_tls(options: ServeOptions) -> None:
@@ -128,26 +132,31 @@ async def _serve_in_two(
     from toque.ipc import ZmqServeEnd
     from toque.serve.server import serve as run_server
 
-    async def engine_exit() -> str:
-        return exit_reason(await asyncio.to_thread(child.wait))
-
-    port = ZmqServeEnd(Path(orders.folder), asyncio.ensure_future(engine_exit()))
+    port = ZmqServeEnd(Path(orders.folder), process_exit(child))
     try:
         tokenizer = partial(tokenizer_of, located, orders.options)
         return await run_server(listening, options, port, tokenizer, options.seed)
     finally:
         port.close()
-        await asyncio.to_thread(_end, child)
+        await asyncio.to_thread(end_child, child)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """The engine has been told to shut down, or never will be: wait a little, then make sure."""
+async def _serve_over(
+    listening: socket.socket,
+    located: Located,
+    orders: Orders,
+    options: ServeOptions,
+    engines: Sequence[Launcher],
+) -> int:
+    from toque.disagg.fleet import Fleet
+    from toque.serve.server import serve as run_server
+
+    fleet = Fleet(engines)
     try:
-        child.wait(ENGINE_EXIT_S)
-    except subprocess.TimeoutExpired:
-        log.warning("the engine process did not end: killing it")
-        child.kill()
-        child.wait()
+        tokenizer = partial(tokenizer_of, located, orders.options)
+        return await run_server(listening, options, fleet, tokenizer, options.seed)
+    finally:
+        fleet.close()
 
 
 async def _serve_in_one(

@@ -50,7 +50,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from toque.memory.ghosts import Ghosts
-from toque.memory.pool import PagePool, require
+from toque.memory.pool import Epochs, PagePool, require
 from toque.memory.radix import EvictionQueue, Node, RadixTree
 
 
@@ -71,6 +71,8 @@ class Holding:
     salt: str
     pages: list[int]
     nodes: list[Node]  # of pages[: len(nodes)], from the root down
+    guest: bool = False  # not a sequence of this engine's scheduler: a lease or a fetch
+    computed_pages: int = 0  # of `pages`: what they hold will not change while they are held
     pending: deque[Node] = field(default_factory=deque)  # a chain below nodes[-1]
 
 
@@ -83,12 +85,13 @@ class CacheManager:
         block_size: int,
         prefix_caching: bool = True,
         page_worth: Callable[[int], float] = lambda depth: 1.0,
+        epochs: Epochs | None = None,
     ) -> None:
         """`page_worth`: what the page at a depth costs to compute again, in any unit."""
         self.total_pages = total_pages
         self.block_size = block_size  # tokens per page
         self._prefix_caching = prefix_caching
-        self._pool = PagePool(total_pages)
+        self._pool = PagePool(total_pages, epochs)
         self._tree = RadixTree(block_size)
         self._queue = EvictionQueue()
         self._page_worth = page_worth
@@ -133,7 +136,9 @@ class CacheManager:
         O(1)."""
         return node.owner is not None
 
-    def admit(self, key: str, tokens: Sequence[int], salt: str, match: Match) -> None:
+    def admit(
+        self, key: str, tokens: Sequence[int], salt: str, match: Match, guest: bool = False
+    ) -> None:
         """The sequence takes references on match.pages, and announces the full pages of `tokens`
         beyond them that nobody has or computes yet, so that equal prompts wait for it.
 
@@ -147,7 +152,8 @@ class CacheManager:
             raise ValueError(f"the match of {key} is stale: match and admit in one go")
         for page in match.pages:
             self._pool.retain(page)
-        holding = self._holdings[key] = Holding(salt, list(match.pages), nodes)
+        holding = Holding(salt, list(match.pages), nodes, guest, len(nodes))
+        self._holdings[key] = holding
         if self._prefix_caching:
             self._announce(key, holding, tokens)
 
@@ -176,6 +182,7 @@ class CacheManager:
         holding = self._holdings[key]
         if num_computed > min(len(tokens), len(holding.pages) * self.block_size):
             raise ValueError(f"{key} has not the tokens or pages for {num_computed} computed")
+        holding.computed_pages = max(holding.computed_pages, num_computed // self.block_size)
         if not self._prefix_caching:
             return
         for index in range(len(holding.nodes), num_computed // self.block_size):
@@ -201,9 +208,23 @@ class CacheManager:
         if holding.nodes:  # only the last can be a leaf
             self._offer(holding.nodes[-1])
 
+    @property
+    def guests(self) -> int:
+        """Holdings that are no sequences: they end by themselves, each at its own time."""
+        return sum(holding.guest for holding in self._holdings.values())
+
     def pages_of(self, key: str) -> tuple[int, ...]:
         """In order of position. Raises KeyError for an unknown key."""
         return tuple(self._holdings[key].pages)
+
+    def computed_pages_of(self, key: str) -> tuple[int, ...]:
+        """The full pages that are computed, in order of position; none for an unknown key."""
+        holding = self._holdings.get(key)
+        return () if holding is None else tuple(holding.pages[: holding.computed_pages])
+
+    def epoch(self, page: int) -> int:
+        """How often the page was allocated so far."""
+        return int(self._pool.epochs[page])
 
     def num_pages(self, key: str) -> int:
         """Raises KeyError for an unknown key. O(1)."""

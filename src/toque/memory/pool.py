@@ -9,10 +9,19 @@ Knows: page ids. Does not know: tokens, sequences, why an idle page is kept.
     idle   --retain-->    held    the prefix tree kept it, a new sequence uses it
     idle   --free-->      free    nobody keeps it
 
+A page's epoch counts how often it was allocated: who has read a page's epoch before and after
+reading its contents knows whether they are of one use. It lies in memory that other processes may
+map, so that a reader elsewhere can do the same.
+
 Every method is O(1) but `check`. Paging of the KV cache: PagedAttention, arXiv:2309.06180.
 """
 
 from __future__ import annotations
+
+from array import array
+from typing import TypeAlias
+
+Epochs: TypeAlias = "array[int] | memoryview"  # 64-bit integers, one per page
 
 FREE = -1  # in place of a reference count, so that a double free is seen at once
 
@@ -26,9 +35,10 @@ def require(condition: bool, sentence: str) -> None:
 class PagePool:
     """Pages 0 .. total_pages - 1, all free at first. Misuse raises ValueError, changing nothing."""
 
-    def __init__(self, total_pages: int) -> None:
+    def __init__(self, total_pages: int, epochs: Epochs | None = None) -> None:
         if total_pages < 1:
             raise ValueError(f"a pool needs at least one page, not {total_pages}")
+        self.epochs: Epochs = array("q", bytes(8 * total_pages)) if epochs is None else epochs
         self.total_pages = total_pages
         self._references = [FREE] * total_pages
         # A stack: the page freed last is the likeliest to be in the processor's cache.
@@ -57,6 +67,7 @@ class PagePool:
         if not self._free:
             raise ValueError("no page is free")
         page = self._free.pop()
+        self.epochs[page] += 1
         self._references[page] = 1
         self._held_pages += 1
         return page

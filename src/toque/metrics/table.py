@@ -197,6 +197,18 @@ SERVER = (
     gauge("process_start_time_seconds", "Unix time at which the server started."),
     gauge("startup_seconds", "How long each phase of the start took.", "phase"),
     gauge("engine_silence_seconds", "Since the engine's last word, while it has work; else 0."),
+    gauge("engine_up", "1 while this engine of several is there.", "engine", "role"),
+    gauge("engine_open_requests", "Requests that an engine has.", "engine", "role"),
+    gauge("engine_held_pages", "Pages that an engine's requests hold.", "engine", "role"),
+    counter("engine_restarts", "Engines that were started again.", "engine", "role"),
+    counter("moved_requests", "Requests that went on at another engine."),
+    counter("kv_transfer_pages", "Pages of prompts handed over, by fate.", "fate"),
+    counter("kv_transfer_bytes", "Bytes of pages that travelled between engines."),
+    spread(
+        "kv_transfer_seconds",
+        "From the order to fetch a prompt's pages until its request could go on.",
+        REQUEST_S,
+    ),
     spread("event_loop_delay_seconds", "How late the server's event loop wakes up.", STEP_S),
     counter("anomalies", "Reports of the engine whose totals went backwards."),
 )

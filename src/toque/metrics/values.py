@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 
 from toque.metrics.compat import VllmNames
+from toque.metrics.fleet import FleetNumbers
 from toque.metrics.histogram import Histogram
 from toque.metrics.slo import LEFT, MET, REFUSED, Attainment, Pace, verdict
 from toque.metrics.table import CAUSES, OUTCOMES, PREFIX, TABLE, Row
@@ -23,6 +24,7 @@ from toque.types import (
     Counters,
     Finished,
     FinishReason,
+    FleetReport,
     Hello,
     Load,
     NoteKind,
@@ -87,6 +89,7 @@ class Metrics:
         self._load_at_s = clock()
         self._last_load = Load()
         self._block_size = 1
+        self._fleet = FleetNumbers(self._counters, self._gauges, self._histograms)
         self._start_labels()
 
     def _add(self, row: Row) -> None:
@@ -146,6 +149,9 @@ class Metrics:
         self._gauges[name].set_function(value)
 
     # ------------------------------------------------------------------ what the engine reports
+
+    def fleet(self, report: FleetReport) -> None:
+        self._fleet.report(report)
 
     def hello(self, hello: Hello, version: str) -> None:
         labels = (version, hello.model_name, hello.fingerprint)

@@ -114,16 +114,23 @@ class Scheduler:
         return refused
 
     @property
+    def cache(self) -> CacheManager:
+        """For those that bring pages or keep them, in the engine's own thread."""
+        return self._cache
+
+    @property
     def has_work(self) -> bool:
         return bool(self._sequences)
 
     # ------------------------------------------------------------------------------- plan
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """The next step; None when nothing can run, which is only when nothing is there."""
+        """The next step; None when nothing can run: nothing is there, or all of it waits for pages
+        that a guest of the cache brings or holds."""
         self._planned_s = now_s
         plan = self._planner.plan(now_s)
-        assert plan is not None or not self._sequences, "there is work and nothing of it can run"
+        stuck = plan is None and self._sequences and not self._cache.guests
+        assert not stuck, "there is work and nothing of it can run"
         return plan
 
     # ----------------------------------------------------------------------------- commit
@@ -234,5 +241,5 @@ class Scheduler:
         self._rows.check()
         listed = {s.id for s in self._queue} | {s.id for s in self._rows.running.values()}
         assert listed == set(self._sequences), "a sequence is in no list, or in one too many"
-        if not self._sequences:
+        if not self._sequences and not self._cache.guests:
             assert self._cache.held_pages == 0, "pages are held and nobody is here"

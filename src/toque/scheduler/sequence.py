@@ -51,7 +51,7 @@ class Sequence:
     diary: Diary = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+        self.tokens = [*self.request.prompt, *self.request.output]
         self.diary = Diary(self.request.arrived_s)
 
     @property

@@ -55,10 +55,10 @@ class Limits:
         prompt, sampling = request.prompt, request.sampling
         if not prompt:
             return "the prompt has no tokens"
-        if len(prompt) >= self.max_model_len:
+        if len(prompt) + len(request.output) >= self.max_model_len:
             return (
-                f"the prompt has {len(prompt)} tokens; with at least one more they do not "
-                f"fit the context of {self.max_model_len}"
+                f"the prompt has {len(prompt) + len(request.output)} tokens; with at least one "
+                f"more they do not fit the context of {self.max_model_len}"
             )
         named = (
             *sampling.allowed_token_ids,
@@ -66,7 +66,10 @@ class Limits:
             *sampling.stop_token_ids,
             *(token for word in sampling.bad_words for token in word),
         )
-        for ids, what in ((prompt, "the prompt"), (named, "the sampling parameters")):
+        for ids, what in (
+            (prompt + request.output, "the prompt"),
+            (named, "the sampling parameters"),
+        ):
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 return f"a token id of {what} is outside the vocabulary of {self.vocab_size}"
         if sampling.seed is None:

@@ -31,6 +31,7 @@ from toque.types import (
     Explain,
     Finished,
     FinishReason,
+    FleetReport,
     FromEngine,
     Heartbeat,
     Hello,
@@ -124,6 +125,7 @@ class EngineClient:
         self.snapshot: Snapshot | None = None  # the last answer to `look`
         self.timelines = Timelines()
         self.recent = Recent(clock)
+        self.fleet: FleetReport | None = None  # where there are several engines
         self.predicted_ms = 0.0
         self.said_hello = asyncio.Event()
         self.gone = asyncio.Event()
@@ -143,6 +145,13 @@ class EngineClient:
     def open_requests(self) -> int:
         """Sequences at the engine, those whose reader has left included."""
         return len(self._open)
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether an engine is there that answers requests."""
+        return self.fleet is None or any(
+            engine.alive for engine in self.fleet.engines if engine.role != "prefill"
+        )
 
     @contextmanager
     def submit(
@@ -271,6 +280,9 @@ class EngineClient:
             case Snapshot():
                 self.snapshot = message
                 _settle(self._looking)
+            case FleetReport():
+                self.fleet = message
+                self._metrics.fleet(message)
             case EngineFailed():
                 raise EngineError(message.message)
 

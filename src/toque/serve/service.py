@@ -133,6 +133,9 @@ class Service:
             return Failure(503, str(self.client.failure), code="engine_gone")
         if self.client.hello is None or self.tokenizer is None:
             return loading()
+        if not self.client.can_answer:
+            message = "no engine is running; one is being started"
+            return Failure(503, message, code="engine_gone", retry_after_s=2)
         return None
 
     # ------------------------------------------------------------------------------------ names

@@ -1,0 +1,344 @@
+"""Several engines behind one ServePort: requests are placed, handed over, and moved when one dies.
+
+Owns: the engines' ports and life, which engine has which request, the tokens it gave so far.
+Knows: the channel's messages, routing. Does not know: HTTP, text, pages' contents, processes.
+
+    a request   placed on an engine that decodes; if prompts have engines of their own, one of them
+                computes it meanwhile (Prefill) and the decoding one takes its pages (Fetch)
+    an engine   starting --Hello--> alive --its port fails--> dead --back-off--> starting ...
+
+What the server has seen of a request decides how it goes on elsewhere: its tokens are sent along
+as output, so sampling continues at the next position with the same seed, and the text is the same.
+Events of an engine that a request has left are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec import structs
+
+from toque.disagg.members import Member, Placed, merged_counters, merged_hello, merged_load
+from toque.disagg.routing import chain, choose
+from toque.errors import EngineError
+from toque.ipc import ServePort
+from toque.types import (
+    Abort,
+    EngineFailed,
+    EngineState,
+    Event,
+    Fetch,
+    Fetched,
+    Finished,
+    FinishReason,
+    FleetReport,
+    FromEngine,
+    Heartbeat,
+    Hello,
+    PagesReady,
+    Prefill,
+    PromptScores,
+    Refused,
+    Release,
+    Request,
+    SamplingParams,
+    Shutdown,
+    StepReport,
+    ToEngine,
+    Tokens,
+    Transfers,
+)
+
+log = logging.getLogger("toque.serve")
+
+LEASE_S = 30.0  # how long computed pages are kept for who does not come
+PATIENCE_S = 60.0  # how long a request waits for pages before it computes them itself
+HANDOFF_TOKENS = 32  # a prompt with less to compute is not worth the journey
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
+
+
+class Launcher(Protocol):
+    """How one engine of the fleet is started, again and again."""
+
+    role: str
+
+    async def start(self) -> ServePort:
+        """A port to a new engine, which has said nothing yet. Raises EngineError."""
+
+    async def stop(self, port: ServePort) -> None:
+        """Close the port, and make sure that nothing of that engine lives on."""
+
+
+class Fleet:
+    """A ServePort. Made before the event loop; `receive` starts the engines' tasks."""
+
+    def __init__(
+        self, launchers: Sequence[Launcher], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._members = [Member(i, launcher) for i, launcher in enumerate(launchers)]
+        self._clock = clock
+        self._placed: dict[str, Placed] = {}
+        self._out: asyncio.Queue[FromEngine | EngineError] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._hello: Hello | None = None
+        self._transfers = Transfers()
+        self._stopping = False
+
+    # ------------------------------------------------------------------------- as a ServePort
+
+    def send(self, message: ToEngine) -> None:
+        match message:
+            case Request():
+                placed = self._placed[message.id] = Placed(message)
+                self._place(placed)
+            case Abort():
+                self._abort(message)
+            case Shutdown():
+                self._stopping = True
+                for member in self._members:
+                    member.send(message)
+
+    async def receive(self) -> FromEngine:
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._keep(member)) for member in self._members]
+        message = await self._out.get()
+        if isinstance(message, EngineError):
+            raise message
+        return message
+
+    def close(self) -> None:
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+
+    # -------------------------------------------------------------------------------- placing
+
+    def _place(self, placed: Placed) -> None:
+        """Choose engines for a request and send it there; refuse it if there are none."""
+        request = placed.continued()
+        if self._hello is None:
+            self._refuse(placed)
+            return
+        tokens = request.prompt + request.output
+        placed.pages = chain(tokens, request.cache_salt, self._hello.block_size)
+        decode = self._choose(("both", "decode"), placed, len(tokens))
+        if decode is None:
+            self._refuse(placed)
+            return
+        placed.decode = decode
+        missing_tokens = decode.missing_tokens(placed, len(tokens), self._hello.block_size)
+        prefill = None
+        if missing_tokens >= HANDOFF_TOKENS and request.sampling.prompt_logprobs is None:
+            prefill = self._choose(("prefill",), placed, len(tokens))
+        source = None if prefill is None or prefill.hello is None else prefill.hello.source
+        if prefill is None or source is None:
+            decode.take(placed, missing_tokens)
+            decode.send(request)
+            return
+        placed.prefill = prefill
+        prefill.take_prompt(placed, missing_tokens)
+        decode.take(placed, 0)
+        decode.send(Fetch(request=request, source=source, patience_s=PATIENCE_S))
+        prefill.send(Prefill(request=_only_pages(request, self._hello), lease_s=LEASE_S))
+
+    def _choose(self, roles: tuple[str, ...], placed: Placed, tokens: int) -> Member | None:
+        assert self._hello is not None
+        views = [
+            member.view(placed.pages, self._hello.block_size)
+            for member in self._members
+            if member.alive and member.role in roles
+        ]
+        index = choose(views, tokens)
+        return None if index is None else self._members[index]
+
+    def _refuse(self, placed: Placed) -> None:
+        """No engine is left for it: 503 if the client has seen nothing, else a failed end."""
+        del self._placed[placed.request.id]
+        message = "no engine is running; one is being started"
+        if placed.begun:
+            event: Event = placed.finished(FinishReason.ERROR, self._clock(), message)
+        else:
+            event = Refused(id=placed.request.id, message=message, status=503, retry_after_s=2)
+        self._report((event,))
+
+    def _abort(self, message: Abort) -> None:
+        placed = self._placed.get(message.id)
+        if placed is None:
+            return
+        placed.aborted = message.reason
+        if placed.decode is not None:
+            placed.decode.send(message)
+        self._let_go(placed)
+
+    def _let_go(self, placed: Placed) -> None:
+        """Whoever keeps the prompt's pages for this request need not any more."""
+        if placed.prefill is not None:
+            placed.prefill.drop_prompt(placed)
+            placed.prefill.send(Release(id=placed.request.id))
+            placed.prefill = None
+
+    # ------------------------------------------------------------------------------- messages
+
+    async def _keep(self, member: Member) -> None:
+        """One engine's life: start it, listen to it, and start it again when it is gone."""
+        retry_s = FIRST_RETRY_S
+        while not self._stopping:
+            try:
+                member.port = await member.launcher.start()
+                while True:
+                    self._handle(member, await member.port.receive())
+                    retry_s = FIRST_RETRY_S if member.alive else retry_s
+            except EngineError as error:
+                if self._hello is None or self._stopping:
+                    self._out.put_nowait(error)  # it never was: a choice that cannot work
+                    return
+                log.error("engine %d is gone: %s; starting another", member.index, error)
+            except Exception:
+                log.exception("engine %d said what nobody understands", member.index)
+            await self._lost(member)
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+
+    async def _lost(self, member: Member) -> None:
+        """Move what the engine had, then clear away what is left of it."""
+        port = member.lose()
+        for placed in list(self._placed.values()):
+            if placed.prefill is member:
+                placed.prefill = None
+                self._pages_end(placed)
+            if placed.decode is member:
+                self._move(placed)
+        self._tell()
+        if port is not None:
+            await member.launcher.stop(port)
+
+    def _move(self, placed: Placed) -> None:
+        self._let_go(placed)
+        placed.decode = None
+        if placed.aborted is not None:
+            del self._placed[placed.request.id]
+            self._report((placed.finished(placed.aborted, self._clock()),))
+            return
+        self._transfers = structs.replace(self._transfers, moves=self._transfers.moves + 1)
+        self._place(placed)
+
+    def _pages_end(self, placed: Placed) -> None:
+        """The engine that computed the prompt is gone: what has not come will not."""
+        if placed.decode is not None:
+            placed.decode.send(PagesReady(id=placed.request.id, first=0, pages=(), last=True))
+
+    def _handle(self, member: Member, message: FromEngine) -> None:
+        match message:
+            case StepReport():
+                member.heard(message)
+                events = tuple(e for e in message.events if self._is_of(member, e))
+                self._report(events, message)
+            case PagesReady():
+                self._pages(member, message)
+            case Fetched():
+                self._fetched(member, message)
+            case Hello():
+                self._welcome(member, message)
+            case Heartbeat():
+                self._out.put_nowait(message)
+            case EngineFailed():
+                raise EngineError(message.message)
+
+    def _welcome(self, member: Member, hello: Hello) -> None:
+        if self._hello is not None and hello.fingerprint != self._hello.fingerprint:
+            others = self._hello.fingerprint
+            raise EngineError(f"engine {member.index} is {hello.fingerprint}, the others {others}")
+        member.joined(hello)
+        if self._hello is None and all(m.alive for m in self._members):
+            hellos = [(m.role, m.hello) for m in self._members if m.hello is not None]
+            self._hello = merged_hello(hellos)
+            self._out.put_nowait(self._hello)
+        if self._hello is not None:
+            self._tell()
+
+    def _pages(self, member: Member, message: PagesReady) -> None:
+        placed = self._placed.get(message.id)
+        if placed is None or placed.prefill is not member or placed.decode is None:
+            if message.last:
+                member.send(Release(id=message.id))
+            return
+        if message.last:
+            member.computed_prompt(placed)
+        placed.decode.send(message)
+
+    def _fetched(self, member: Member, fetched: Fetched) -> None:
+        placed = self._placed.get(fetched.id)
+        if placed is None or placed.decode is not member:
+            return
+        self._let_go(placed)
+        t = self._transfers
+        self._transfers = Transfers(
+            moved_pages=t.moved_pages + fetched.moved_pages,
+            moved_bytes=t.moved_bytes + fetched.moved_bytes,
+            failed_pages=t.failed_pages + fetched.failed_pages,
+            missing_pages=t.missing_pages + fetched.missing_pages,
+            cached_pages=t.cached_pages + fetched.cached_pages,
+            fetches=t.fetches + 1,
+            moves=t.moves,
+            seconds=t.seconds + fetched.seconds,
+        )
+        self._tell(fetched)
+
+    def _is_of(self, member: Member, event: Event) -> bool:
+        """Whether an event is the client's to see; takes note of it."""
+        placed = self._placed.get(event.id)
+        if placed is None or placed.decode is not member:
+            return False
+        if isinstance(event, Tokens):
+            placed.add(event, self._clock())
+            member.computed(placed)
+        elif isinstance(event, PromptScores):
+            placed.begun = True
+        elif isinstance(event, Finished | Refused):
+            member.drop(placed)
+            self._let_go(placed)
+            del self._placed[event.id]
+        return True
+
+    def _report(self, events: tuple[Event, ...], of: StepReport | None = None) -> None:
+        report = of or StepReport()
+        self._out.put_nowait(
+            structs.replace(
+                report,
+                events=events,
+                load=merged_load(self._members),
+                counters=merged_counters(self._members),
+            )
+        )
+
+    def _tell(self, last: Fetched | None = None) -> None:
+        states = tuple(
+            EngineState(
+                index=member.index,
+                role=member.role,
+                alive=member.alive,
+                restarts=member.restarts,
+                open_requests=member.open_requests,
+                load=member.load,
+            )
+            for member in self._members
+        )
+        self._out.put_nowait(FleetReport(engines=states, transfers=self._transfers, last=last))
+
+
+def _only_pages(request: Request, hello: Hello) -> Request:
+    """The request that computes the full pages of a prompt that leave a token to compute."""
+    tokens = request.prompt + request.output
+    whole = (len(tokens) - 1) // hello.block_size * hello.block_size
+    return Request(
+        id=request.id,
+        prompt=tokens[:whole],
+        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=0),
+        arrived_s=request.arrived_s,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )

@@ -1,0 +1,314 @@
+"""The decode side of a hand-over: pages computed elsewhere enter this engine's prefix tree.
+
+Owns: fetches in progress, their deadlines, the threads that pull.
+Knows: the cache manager, the pool's bytes, peers. Does not know: the scheduler, routing.
+
+    Fetch --> parked --> open -------------------------------------> over: the request goes on
+              no room,   pages reserved and announced in the tree;   what came stays in the tree
+              or another pulled ones are verified, copied in and     as a cached prefix, the rest
+              computes   committed in order of position              vanishes from it
+              the pages
+
+An open fetch is a holding of the cache manager, exactly like a running sequence that computes the
+same pages: other requests with this prefix wait for it, and when it is released they find what came
+and compute what did not. One deadline, counted from the Fetch, ends every state. Pulls write into
+buffers of their own; one that comes too late for its fetch is dropped, not copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from toque.disagg.transport import Bytes, Peer, PoolView, TransferError, verified
+from toque.memory.manager import CacheManager
+from toque.types import Fetch, Fetched, PageRef, PagesReady, Request, Source, TokenId
+
+Connect = Callable[[Source], Peer]
+PULLERS = 2  # pulls at a time
+BATCH_PAGES = 64  # of one pull: what is verified and usable at a time
+
+
+@dataclass(slots=True)
+class _Fetch:
+    order: Fetch
+    began_s: float
+    wanted: int  # pages of the prompt: all full ones that leave a token to compute
+    cached: int = 0  # of these, here when it was opened
+    done: int = 0  # in the tree, cached ones included
+    opened: bool = False
+    arrived: dict[int, Bytes] = field(default_factory=dict)  # by index: verified, not in order yet
+    asked: set[int] = field(default_factory=set)  # indices that a pull is under way for
+    failed: int = 0
+    pulls: int = 0  # under way
+    complete: bool = False  # the source has said that there is no more
+    last: tuple[PageRef, ...] = ()  # all that the source keeps
+    retried: bool = False
+    transport: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.order.request.id
+
+    @property
+    def tokens(self) -> tuple[TokenId, ...]:
+        """All that are known: a request that moves brings output along."""
+        return self.order.request.prompt + self.order.request.output
+
+    @property
+    def key(self) -> str:
+        return f"fetch of {self.id}"
+
+    @property
+    def deadline_s(self) -> float:
+        return self.began_s + self.order.patience_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Pulled:
+    """What a thread brought for a fetch: rows that verified, by index of their page."""
+
+    id: str
+    began_s: float  # of the fetch: an id may come again
+    indices: tuple[int, ...]
+    rows: dict[int, Bytes]
+    transport: str
+
+
+class Importer:
+    """Called from the engine's loop, between steps; pulls run in threads."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        pool: PoolView,
+        connect: Connect,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._pool = pool
+        self._connect = connect
+        self._clock = clock
+        self._fetches: dict[str, _Fetch] = {}
+        self._early: dict[str, list[PagesReady]] = {}  # for fetches that are parked
+        self._pulled: SimpleQueue[_Pulled] = SimpleQueue()
+        self._pullers: list[_Puller] = [_Puller(connect) for _ in range(PULLERS)]
+        self._next_puller = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something may happen here without a message."""
+        return bool(self._fetches)
+
+    def begin(self, order: Fetch) -> None:
+        known_tokens = len(order.request.prompt) + len(order.request.output)
+        wanted = max(0, known_tokens - 1) // self._cache.block_size
+        fetch = _Fetch(order, self._clock(), wanted)
+        self._fetches[fetch.id] = fetch
+        self._early[fetch.id] = []
+
+    def ready(self, message: PagesReady) -> None:
+        """The source has more pages; of a fetch that is over, nobody wants to know."""
+        fetch = self._fetches.get(message.id)
+        if fetch is None:
+            return
+        if not fetch.opened:
+            self._early[message.id].append(message)
+        else:
+            self._take_note(fetch, message)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a fetch; returns its request, None if there is no such fetch."""
+        fetch = self._fetches.get(request_id)
+        if fetch is None:
+            return None
+        self._close(fetch)
+        return fetch.order.request
+
+    def poll(self) -> tuple[list[Request], list[Fetched]]:
+        """Requests that can go on now, and what became of their fetches."""
+        self._drain()
+        over = [fetch for fetch in list(self._fetches.values()) if self._advance(fetch)]
+        told = [self._told(fetch) for fetch in over]
+        for fetch in over:
+            self._close(fetch)
+        return [fetch.order.request for fetch in over], told
+
+    def close(self) -> None:
+        for puller in self._pullers:
+            puller.close()
+
+    # --------------------------------------------------------------------------------- states
+
+    def _advance(self, fetch: _Fetch) -> bool:
+        """One look at a fetch; true when its request can go on."""
+        if self._clock() >= fetch.deadline_s:
+            return True
+        if not fetch.opened:
+            return self._open(fetch)
+        if fetch.done == fetch.wanted:
+            return True
+        if fetch.complete and not fetch.pulls:
+            return not self._retry(fetch)
+        return False
+
+    def _open(self, fetch: _Fetch) -> bool:
+        """Reserve and announce the pages; true if there is nothing to wait for."""
+        salt = fetch.order.request.cache_salt
+        match = self._cache.match(fetch.tokens, salt)
+        if len(match.pages) == fetch.wanted:
+            fetch.cached = fetch.done = fetch.wanted
+            return True
+        missing = fetch.wanted - len(match.pages)
+        if match.pending is not None or not self._cache.fits(match, missing):
+            return False  # parked: somebody computes them, or there is no room yet
+        tokens = fetch.tokens[: fetch.wanted * self._cache.block_size]
+        self._cache.admit(fetch.key, (*tokens, 0), salt, match, guest=True)
+        pages = self._cache.grow(fetch.key, len(tokens))
+        assert pages is not None  # they fitted
+        fetch.opened = True
+        fetch.cached = fetch.done = len(match.pages)
+        for message in self._early.pop(fetch.id):
+            self._take_note(fetch, message)
+        return False
+
+    def _take_note(self, fetch: _Fetch, message: PagesReady) -> None:
+        if message.last:
+            fetch.complete, fetch.last = True, message.pages[: fetch.wanted]
+        self._ask(fetch, dict(enumerate(message.pages[: fetch.wanted], message.first)))
+
+    def _retry(self, fetch: _Fetch) -> bool:
+        """Once, from the pages that the source has kept to the end: what was announced earlier may
+        have moved since. True if something is asked for again."""
+        if fetch.retried:
+            return False
+        fetch.retried = True
+        self._ask(fetch, dict(enumerate(fetch.last)))
+        return fetch.pulls > 0
+
+    def _ask(self, fetch: _Fetch, refs: dict[int, PageRef]) -> None:
+        missing = [
+            index
+            for index in sorted(refs)
+            if fetch.done <= index < fetch.wanted
+            and index not in fetch.arrived
+            and index not in fetch.asked
+        ]
+        for begin in range(0, len(missing), BATCH_PAGES):
+            indices = tuple(missing[begin : begin + BATCH_PAGES])
+            fetch.asked.update(indices)
+            fetch.pulls += 1
+            self._puller().pull(fetch, indices, [refs[index] for index in indices], self)
+
+    def _puller(self) -> _Puller:
+        self._next_puller = (self._next_puller + 1) % len(self._pullers)
+        return self._pullers[self._next_puller]
+
+    # -------------------------------------------------------------------------------- arrivals
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                pulled = self._pulled.get_nowait()
+            except Empty:
+                return
+            fetch = self._fetches.get(pulled.id)
+            if fetch is not None and fetch.began_s == pulled.began_s:
+                self._arrive(fetch, pulled)
+
+    def _arrive(self, fetch: _Fetch, pulled: _Pulled) -> None:
+        fetch.pulls -= 1
+        fetch.asked.difference_update(pulled.indices)
+        fetch.failed += len(pulled.indices) - len(pulled.rows)
+        fetch.arrived.update(pulled.rows)
+        fetch.transport = pulled.transport or fetch.transport
+        pages = self._cache.pages_of(fetch.key)
+        before = fetch.done
+        while fetch.done in fetch.arrived:
+            self._pool.scatter(pages[fetch.done], fetch.arrived.pop(fetch.done))
+            fetch.done += 1
+        if fetch.done > before:
+            self._cache.commit(fetch.key, fetch.tokens, fetch.done * self._cache.block_size)
+
+    def _told(self, fetch: _Fetch) -> Fetched:
+        moved = fetch.done - fetch.cached
+        return Fetched(
+            id=fetch.id,
+            cached_pages=fetch.cached,
+            moved_pages=moved,
+            failed_pages=fetch.failed,
+            missing_pages=fetch.wanted - fetch.done,
+            moved_bytes=moved * self._pool.page_bytes,
+            seconds=self._clock() - fetch.began_s,
+            transport=fetch.transport,
+        )
+
+    def _close(self, fetch: _Fetch) -> None:
+        del self._fetches[fetch.id]
+        self._early.pop(fetch.id, None)
+        if fetch.opened:
+            self._cache.release(fetch.key)
+
+    def bring(self, pulled: _Pulled) -> None:
+        """From a puller's thread."""
+        self._pulled.put(pulled)
+
+
+class _Puller:
+    """One thread and its connections: a peer serves one pull at a time."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self._peers: dict[str, Peer] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
+
+    def pull(
+        self, fetch: _Fetch, indices: tuple[int, ...], refs: Sequence[PageRef], to: Importer
+    ) -> Future[None]:
+        order = (fetch.id, fetch.began_s, fetch.order.source, fetch.deadline_s)
+        return self._thread.submit(self._pull, *order, indices, refs, to)
+
+    def _pull(
+        self,
+        request_id: str,
+        began_s: float,
+        source: Source,
+        deadline_s: float,
+        indices: tuple[int, ...],
+        refs: Sequence[PageRef],
+        to: Importer,
+    ) -> None:
+        rows: dict[int, Bytes] = {}
+        name = ""
+        try:
+            peer = self._peer(source)
+            name = peer.name
+            data = np.empty((len(refs), source.page_bytes), dtype=np.uint8)
+            peer.pull(refs, data, deadline_s)
+            peer.fence()
+            good = verified(refs, data)
+            rows = {i: row for i, row, fine in zip(indices, data, good, strict=True) if fine}
+        except TransferError:
+            self._forget(source)
+        finally:
+            to.bring(_Pulled(request_id, began_s, indices, rows, name))
+
+    def _peer(self, source: Source) -> Peer:
+        if source.engine not in self._peers:
+            self._peers[source.engine] = self._connect(source)
+        return self._peers[source.engine]
+
+    def _forget(self, source: Source) -> None:
+        peer = self._peers.pop(source.engine, None)
+        if peer is not None:
+            peer.close()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for peer in self._peers.values():
+            peer.close()

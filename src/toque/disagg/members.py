@@ -1,0 +1,203 @@
+"""What a fleet remembers: of each engine, and of each request that one of them has.
+
+Owns: an engine's port, its last words, its queue as far as it is known; a request's tokens so far.
+Knows: messages. Does not know: who decides what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from toque.disagg.routing import PrefixIndex, View
+from toque.ipc import ServePort
+from toque.types import (
+    Counters,
+    Finished,
+    FinishReason,
+    Hello,
+    Load,
+    Request,
+    StepReport,
+    Times,
+    ToEngine,
+    TokenId,
+    Tokens,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from toque.disagg.fleet import Launcher
+
+UNKNOWN_TOKENS_PER_S = 200.0
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """A request that has not ended, and what the client has seen of it."""
+
+    request: Request
+    pages: list[int] = field(default_factory=list)  # routing.chain of its tokens
+    output: list[TokenId] = field(default_factory=list)
+    decode: Member | None = None  # who answers
+    prefill: Member | None = None  # who computes its prompt, or keeps the pages of it
+    aborted: FinishReason | None = None
+    begun: bool = False  # the client has seen something
+    first_token_s: float | None = None
+
+    def add(self, event: Tokens, now_s: float) -> None:
+        self.begun = True
+        self.output += event.ids
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+
+    def continued(self) -> Request:
+        """The request as another engine goes on with it. Prompt logprobs come before the first
+        token: who has seen a token has them all."""
+        if not self.output:
+            return self.request
+        sampling = structs.replace(self.request.sampling, prompt_logprobs=None)
+        return structs.replace(self.request, output=tuple(self.output), sampling=sampling)
+
+    def finished(self, reason: FinishReason, now_s: float, error: str | None = None) -> Finished:
+        """An end that no engine is left to give."""
+        return Finished(
+            id=self.request.id,
+            reason=reason,
+            usage=Usage(prompt_tokens=len(self.request.prompt), completion_tokens=len(self.output)),
+            times=Times(
+                arrived_s=self.request.arrived_s,
+                first_token_s=self.first_token_s,
+                finished_s=now_s,
+            ),
+            error=error,
+        )
+
+
+class Member:
+    """One engine of a fleet, over all its starts."""
+
+    def __init__(self, index: int, launcher: Launcher) -> None:
+        self.index = index
+        self.launcher = launcher
+        self.role = launcher.role
+        self.port: ServePort | None = None
+        self.hello: Hello | None = None
+        self.load = Load()
+        self.restarts = 0
+        self._counters = Counters()  # of this start
+        self._before = Counters()  # of the starts before
+        self._index = PrefixIndex()
+        self._waiting: dict[str, int] = {}  # id -> tokens to compute before its first token
+        self._prompts: dict[str, int] = {}  # the same for prompts computed for others
+        self._open: set[str] = set()
+
+    @property
+    def alive(self) -> bool:
+        return self.hello is not None
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._open) + len(self._prompts)
+
+    @property
+    def counters(self) -> Counters:
+        return _add(self._before, self._counters)
+
+    def send(self, message: ToEngine) -> None:
+        if self.port is not None:
+            self.port.send(message)
+
+    def view(self, pages: Sequence[int], block_size: int) -> View:
+        return View(
+            index=self.index,
+            waiting_tokens=sum(self._waiting.values()) + sum(self._prompts.values()),
+            running=len(self._open),
+            cached_tokens=self._index.matched(pages) * block_size,
+            tokens_per_s=UNKNOWN_TOKENS_PER_S,
+        )
+
+    def missing_tokens(self, placed: Placed, tokens: int, block_size: int) -> int:
+        return tokens - self._index.matched(placed.pages) * block_size
+
+    # ---------------------------------------------------------------------------------- requests
+
+    def take(self, placed: Placed, tokens: int) -> None:
+        """It answers the request, after computing so many tokens."""
+        self._open.add(placed.request.id)
+        self._waiting[placed.request.id] = tokens
+        self._index.remember(placed.pages)
+
+    def computed(self, placed: Placed) -> None:
+        """The request's first token is out."""
+        self._waiting.pop(placed.request.id, None)
+
+    def drop(self, placed: Placed) -> None:
+        self.computed(placed)
+        self._open.discard(placed.request.id)
+
+    def take_prompt(self, placed: Placed, tokens: int) -> None:
+        self._prompts[placed.request.id] = tokens
+        self._index.remember(placed.pages)
+
+    def computed_prompt(self, placed: Placed) -> None:
+        """The prompt is computed: only its pages are kept."""
+        if placed.request.id in self._prompts:
+            self._prompts[placed.request.id] = 0
+
+    def drop_prompt(self, placed: Placed) -> None:
+        self._prompts.pop(placed.request.id, None)
+
+    # -------------------------------------------------------------------------------------- life
+
+    def joined(self, hello: Hello) -> None:
+        self.hello = hello
+        self.load = Load(free_pages=hello.total_pages, total_pages=hello.total_pages)
+
+    def heard(self, report: StepReport) -> None:
+        self.load = report.load
+        self._counters = report.counters
+
+    def lose(self) -> ServePort | None:
+        """The engine is gone; returns the port that led to it."""
+        port, self.port, self.hello, self.load = self.port, None, None, Load()
+        self._before, self._counters = self.counters, Counters()
+        self._index.clear()
+        self._waiting.clear()
+        self._prompts.clear()
+        self._open.clear()
+        self.restarts += 1
+        return port
+
+
+def _add(a: Counters, b: Counters) -> Counters:
+    names = Counters.__struct_fields__
+    return Counters(**{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+def merged_counters(members: Sequence[Member]) -> Counters:
+    total = Counters()
+    for member in members:
+        total = _add(total, member.counters)
+    return total
+
+
+def merged_load(members: Sequence[Member]) -> Load:
+    names = Load.__struct_fields__
+    return Load(**{name: sum(getattr(m.load, name) for m in members) for name in names})
+
+
+def merged_hello(hellos: Sequence[tuple[str, Hello]]) -> Hello:
+    """What the engines can do together: any of them may get any request."""
+    answering = [hello for role, hello in hellos if role != "prefill"]
+    everyone = [hello for _, hello in hellos]
+    return structs.replace(
+        answering[0],
+        max_model_len=min(hello.max_model_len for hello in everyone),
+        total_pages=sum(hello.total_pages for hello in everyone),
+        max_num_seqs=sum(hello.max_num_seqs for hello in answering),
+        source=None,
+    )

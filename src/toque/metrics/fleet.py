@@ -1,0 +1,49 @@
+"""Several engines in numbers: who is there, and what travelled between them.
+
+Owns: what was reported last. Knows: FleetReport, names of metrics. Does not know: who sends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge
+
+from toque.metrics.histogram import Histogram
+from toque.types import FleetReport, Transfers
+
+FATES = ("moved", "failed", "missing", "cached")
+
+
+class FleetNumbers:
+    def __init__(
+        self,
+        counters: Mapping[str, Counter],
+        gauges: Mapping[str, Gauge],
+        histograms: Mapping[str, Histogram],
+    ) -> None:
+        self._counters = counters
+        self._gauges = gauges
+        self._seconds = histograms["kv_transfer_seconds"]
+        self._restarts: dict[int, int] = {}  # by engine
+        self._seen = Transfers()
+        for fate in FATES:
+            counters["kv_transfer_pages"].labels(fate)
+
+    def report(self, report: FleetReport) -> None:
+        for engine in report.engines:
+            labels = (str(engine.index), engine.role)
+            self._gauges["engine_up"].labels(*labels).set(engine.alive)
+            self._gauges["engine_open_requests"].labels(*labels).set(engine.open_requests)
+            self._gauges["engine_held_pages"].labels(*labels).set(engine.load.held_pages)
+            restarts = engine.restarts - self._restarts.get(engine.index, 0)
+            self._restarts[engine.index] = engine.restarts
+            self._counters["engine_restarts"].labels(*labels).inc(restarts)
+        now, seen, self._seen = report.transfers, self._seen, report.transfers
+        self._counters["moved_requests"].inc(now.moves - seen.moves)
+        self._counters["kv_transfer_bytes"].inc(now.moved_bytes - seen.moved_bytes)
+        for fate in FATES:
+            grown = getattr(now, f"{fate}_pages") - getattr(seen, f"{fate}_pages")
+            self._counters["kv_transfer_pages"].labels(fate).inc(grown)
+        if report.last is not None:
+            self._seconds.observe(report.last.seconds)
