@@ -193,8 +193,8 @@ class ZmqServeEnd:
         self._encoder = msgspec.msgpack.Encoder()
 
     async def _watch(self, frozen_after_s: float) -> None:
-        events = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        await events.recv_multipart()
+        monitor = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await zmq.asyncio.Socket.from_socket(monitor).recv_multipart()
         await asyncio.wait((self._exit,), timeout=LAST_WORDS_S)
         if not self._exit.done():
             self._exit.set_result(

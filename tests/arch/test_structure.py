@@ -33,6 +33,8 @@ ALLOWED = {
     "model": {"types", "errors", "kernels", "layers", "files"},
     "worker": {"types", "errors", "kernels", "model", "layers"},
     "engine": {"types", "errors", "ipc", "scheduler"},
+    "handover": {"telemetry"},
+    "disagg": {"types", "errors", "ipc", "memory"},
     "structured": {"types", "errors", "ipc"},
     "serve": {"types", "errors", "config", "slo", "ipc", "metrics", "files", "structured"},
     "record": {"types", "telemetry", "errors", "ipc"},

@@ -31,6 +31,7 @@ from toque.types import (
     EngineFailed,
     EngineState,
     Event,
+    Explain,
     Fetch,
     Fetched,
     Finished,
@@ -39,6 +40,7 @@ from toque.types import (
     FromEngine,
     Heartbeat,
     Hello,
+    Look,
     PagesReady,
     Prefill,
     PromptScores,
@@ -47,7 +49,10 @@ from toque.types import (
     Request,
     SamplingParams,
     Shutdown,
+    Snapshot,
+    Spellings,
     StepReport,
+    Timeline,
     ToEngine,
     Tokens,
     Transfers,
@@ -86,6 +91,7 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._hello: Hello | None = None
         self._transfers = Transfers()
+        self._spellings: Spellings | None = None
         self._stopping = False
 
     # ------------------------------------------------------------------------- as a ServePort
@@ -97,6 +103,15 @@ class Fleet:
                 self._place(placed)
             case Abort():
                 self._abort(message)
+            case Explain():
+                self._explain(message)
+            case Look():
+                for member in self._members:
+                    member.send(message)
+            case Spellings():
+                self._spellings = message  # for engines that come later, too
+                for member in self._members:
+                    member.send(message)
             case Shutdown():
                 self._stopping = True
                 for member in self._members:
@@ -174,6 +189,11 @@ class Fleet:
             placed.decode.send(message)
         self._let_go(placed)
 
+    def _explain(self, message: Explain) -> None:
+        placed = self._placed.get(message.id)
+        if placed is not None and placed.decode is not None:
+            placed.decode.send(message)
+
     def _let_go(self, placed: Placed) -> None:
         """Whoever keeps the prompt's pages for this request need not any more."""
         if placed.prefill is not None:
@@ -243,7 +263,7 @@ class Fleet:
                 self._fetched(member, message)
             case Hello():
                 self._welcome(member, message)
-            case Heartbeat():
+            case Heartbeat() | Timeline() | Snapshot():
                 self._out.put_nowait(message)
             case EngineFailed():
                 raise EngineError(message.message)
@@ -253,6 +273,8 @@ class Fleet:
             others = self._hello.fingerprint
             raise EngineError(f"engine {member.index} is {hello.fingerprint}, the others {others}")
         member.joined(hello)
+        if self._spellings is not None:
+            member.send(self._spellings)
         if self._hello is None and all(m.alive for m in self._members):
             hellos = [(m.role, m.hello) for m in self._members if m.hello is not None]
             self._hello = merged_hello(hellos)

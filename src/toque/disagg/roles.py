@@ -108,10 +108,10 @@ class RolePort:
 
     def _told(self, event: Event) -> Event:
         """A prompt that was read for others to its end is handed over, not done."""
-        ours = event.id in self._prefills and isinstance(event, Finished)
-        if ours and event.reason is FinishReason.LENGTH:
-            return structs.replace(event, reason=FinishReason.HANDOFF)
-        return event
+        if not isinstance(event, Finished) or event.id not in self._prefills:
+            return event
+        whole = event.reason is FinishReason.LENGTH
+        return structs.replace(event, reason=FinishReason.HANDOFF) if whole else event
 
     def close(self) -> None:
         self._importer.close()
