@@ -63,6 +63,7 @@ log = logging.getLogger("toque.serve")
 LEASE_S = 30.0  # how long computed pages are kept for who does not come
 PATIENCE_S = 60.0  # how long a request waits for pages before it computes them itself
 HANDOFF_TOKENS = 32  # a prompt with less to compute is not worth the journey
+TELL_S = 1.0  # how often the engines' state is told, beside every change of it
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
 
 
@@ -120,6 +121,7 @@ class Fleet:
     async def receive(self) -> FromEngine:
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._keep(member)) for member in self._members]
+            self._tasks.append(asyncio.create_task(self._tell_often()))
         message = await self._out.get()
         if isinstance(message, EngineError):
             raise message
@@ -238,7 +240,7 @@ class Fleet:
 
     def _move(self, placed: Placed) -> None:
         self._let_go(placed)
-        placed.decode = None
+        placed.decode, placed.scored_here, placed.moved_tokens = None, 0, 0
         if placed.aborted is not None:
             del self._placed[placed.request.id]
             self._report((placed.finished(placed.aborted, self._clock()),))
@@ -255,8 +257,8 @@ class Fleet:
         match message:
             case StepReport():
                 member.heard(message)
-                events = tuple(e for e in message.events if self._is_of(member, e))
-                self._report(events, message)
+                seen = [self._seen(member, event) for event in message.events]
+                self._report(tuple(event for event in seen if event is not None), message)
             case PagesReady():
                 self._pages(member, message)
             case Fetched():
@@ -297,6 +299,8 @@ class Fleet:
         if placed is None or placed.decode is not member:
             return
         self._let_go(placed)
+        assert self._hello is not None
+        placed.moved_tokens = fetched.moved_pages * self._hello.block_size
         t = self._transfers
         self._transfers = Transfers(
             moved_pages=t.moved_pages + fetched.moved_pages,
@@ -310,21 +314,30 @@ class Fleet:
         )
         self._tell(fetched)
 
-    def _is_of(self, member: Member, event: Event) -> bool:
-        """Whether an event is the client's to see; takes note of it."""
+    def _seen(self, member: Member, event: Event) -> Event | None:
+        """An event as the client is to see it, and a note of it; None if it is not for a client."""
         placed = self._placed.get(event.id)
         if placed is None or placed.decode is not member:
-            return False
+            return None
         if isinstance(event, Tokens):
             placed.add(event, self._clock())
             member.computed(placed)
         elif isinstance(event, PromptScores):
-            placed.begun = True
+            return self._unseen(placed, event)
         elif isinstance(event, Finished | Refused):
             member.drop(placed)
             self._let_go(placed)
             del self._placed[event.id]
-        return True
+        return placed.corrected(event) if isinstance(event, Finished) else event
+
+    def _unseen(self, placed: Placed, event: PromptScores) -> PromptScores | None:
+        """Scores of a prompt that the client has not got from an engine before."""
+        known = max(0, placed.scored - placed.scored_here)
+        placed.scored_here += len(event.logprobs)
+        placed.scored = max(placed.scored, placed.scored_here)
+        placed.begun = True
+        fresh = event.logprobs[known:]
+        return structs.replace(event, logprobs=fresh) if fresh else None
 
     def _report(self, events: tuple[Event, ...], of: StepReport | None = None) -> None:
         report = of or StepReport()
@@ -336,6 +349,12 @@ class Fleet:
                 counters=merged_counters(self._members),
             )
         )
+
+    async def _tell_often(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            if self._hello is not None:
+                self._tell()
 
     def _tell(self, last: Fetched | None = None) -> None:
         states = tuple(

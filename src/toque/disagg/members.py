@@ -6,9 +6,10 @@ Knows: messages. Does not know: who decides what.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -47,6 +48,9 @@ class Placed:
     aborted: FinishReason | None = None
     begun: bool = False  # the client has seen something
     first_token_s: float | None = None
+    scored: int = 0  # prompt logprobs that the client has
+    scored_here: int = 0  # of these, given by the engine that answers now, or again by it
+    moved_tokens: int = 0  # of the prompt, whose pages came from the engine that computed it
 
     def add(self, event: Tokens, now_s: float) -> None:
         self.begun = True
@@ -61,6 +65,17 @@ class Placed:
             return self.request
         sampling = structs.replace(self.request.sampling, prompt_logprobs=None)
         return structs.replace(self.request, output=tuple(self.output), sampling=sampling)
+
+    def corrected(self, event: Finished) -> Finished:
+        """An engine's end with what it cannot know: tokens that were computed for this very
+        request elsewhere are no cache hit, and the first token may be another engine's."""
+        usage, times = event.usage, event.times
+        cached = max(0, usage.cached_tokens - self.moved_tokens)
+        return structs.replace(
+            event,
+            usage=structs.replace(usage, cached_tokens=cached),
+            times=structs.replace(times, first_token_s=self.first_token_s or times.first_token_s),
+        )
 
     def finished(self, reason: FinishReason, now_s: float, error: str | None = None) -> Finished:
         """An end that no engine is left to give."""
@@ -185,9 +200,20 @@ def merged_counters(members: Sequence[Member]) -> Counters:
     return total
 
 
+LONGEST = ("queue_age_s", "backlog_s")  # fields of Load that are times: the worst one counts
+
+
 def merged_load(members: Sequence[Member]) -> Load:
-    names = Load.__struct_fields__
-    return Load(**{name: sum(getattr(m.load, name) for m in members) for name in names})
+    loads = [member.load for member in members]
+    reasons: Counter[str] = Counter()
+    for load in loads:
+        reasons.update(load.waiting_by_reason)
+    total: dict[str, Any] = {"waiting_by_reason": dict(reasons)}
+    for name in Load.__struct_fields__:
+        if name not in total:
+            values = [getattr(load, name) for load in loads]
+            total[name] = max(values) if name in LONGEST else sum(values)
+    return Load(**total)
 
 
 def merged_hello(hellos: Sequence[tuple[str, Hello]]) -> Hello:
