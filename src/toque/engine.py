@@ -55,6 +55,7 @@ class EngineCore:
         self._cost = cost
         self._clock = clock
         self._stopping = False
+        self._told_pages = 0
 
     def run(self, keep_going: Callable[[], bool] = lambda: True) -> None:
         """Step until Shutdown arrives or `keep_going`, asked twice a second or more, says no."""
@@ -120,12 +121,14 @@ class EngineCore:
         times: StepTimes | None = None,
         predicted_ms: float = 0.0,
     ) -> None:
-        if plan is None and not events:
+        load = self.scheduler.load(self._clock())
+        if plan is None and not events and load.held_pages == self._told_pages:
             return
+        self._told_pages = load.held_pages  # they change without a step, too: guests of the cache
         self._port.send(
             StepReport(
                 events=tuple(events),
-                load=self.scheduler.load(self._clock()),
+                load=load,
                 counters=self.scheduler.counters(),
                 times=times,
                 batch_tokens=plan.num_tokens if plan else 0,

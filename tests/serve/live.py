@@ -44,6 +44,13 @@ class Live:
             time.sleep(0.05)
         raise AssertionError(f"{what}: {found} instead of {conditions}\n{self.log()}")
 
+    def wait_for(self, name: str, least: float, **labels: str) -> None:
+        """Poll a metric until it is at least so much."""
+        end = time.monotonic() + 120.0
+        while (found := self.metric(name, **labels)) < least:
+            assert time.monotonic() < end, f"{name} is {found}, not {least}\n{self.log()}"
+            time.sleep(0.02)
+
     def wait_idle(self) -> None:
         """Nothing runs, nothing waits, no page is held."""
         self.wait_until(
@@ -52,11 +59,18 @@ class Live:
             toque_num_requests_waiting=0,
             toque_open_requests=0,
         )
-        assert self.metric("toque_kv_cache_pages", state="held") == 0
+        end = time.monotonic() + 60.0  # leases of other engines end a moment after their request
+        while held := self.metric("toque_kv_cache_pages", state="held"):
+            assert time.monotonic() < end, f"{held} pages are held by nobody\n{self.log()}"
+            time.sleep(0.05)
+
+    def engine_pids(self) -> list[int]:
+        """In the order of their starts."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
 
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return int(children.split()[0])
+        return self.engine_pids()[0]
 
 
 def free_port() -> int:
