@@ -25,6 +25,7 @@ from toque.handover import (
     Source,
     Transfers,
 )
+from toque.sampling import Grammar, GrammarKind, Pooling, SamplingParams, TokenId
 from toque.spec import ModelSpec, RopeSpec, StoredTensor
 from toque.telemetry import (
     Branch,
@@ -49,6 +50,8 @@ __all__ = (  # beside what is defined here
     "EngineState",
     "Fetched",
     "FleetReport",
+    "Grammar",
+    "GrammarKind",
     "Lane",
     "Load",
     "ModelSpec",
@@ -56,18 +59,19 @@ __all__ = (  # beside what is defined here
     "NoteKind",
     "PageRef",
     "PagesReady",
+    "Pooling",
     "Release",
     "RopeSpec",
+    "SamplingParams",
     "Snapshot",
     "Source",
     "StepTimes",
     "StoredTensor",
     "Timeline",
+    "TokenId",
     "Transfers",
     "WaitReason",
 )
-
-TokenId = int
 
 
 class FinishReason(StrEnum):
@@ -80,63 +84,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # this request failed; its neighbours did not
 
 
-class Pooling(StrEnum):
-    """How the states of a prompt's tokens become one vector."""
-
-    LAST = "last"  # that of the last token, which has seen all the others
-    MEAN = "mean"  # the mean over all of them
-
-
 # ------------------------------------------------------------------------------------ requests
-
-
-class SamplingParams(Wire, frozen=True, kw_only=True):
-    """How to choose the next token. Names, meanings and neutral values are vLLM's.
-
-    Order of application: penalties, logit_bias, bans (allowed_token_ids, bad_words, min_tokens),
-    temperature, top_k, top_p, min_p. Logprobs are of the model's own distribution, before these.
-    """
-
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # 0 = off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None  # None = the front end draws one; a Request always carries a number
-    repetition_penalty: float = 1.0  # over prompt and output
-    presence_penalty: float = 0.0  # over output
-    frequency_penalty: float = 0.0  # over output
-    logit_bias: dict[TokenId, float] = msgspec.field(default_factory=dict)
-    allowed_token_ids: tuple[TokenId, ...] = ()  # nothing else may be chosen; empty = all may
-    bad_words: tuple[tuple[TokenId, ...], ...] = ()  # spellings that the output may not contain
-    logprobs: int | None = None  # None = off; k = the chosen token's and the k best ones'
-    prompt_logprobs: int | None = None  # the same for each prompt token but the first
-    max_tokens: int | None = None  # None = until the context is full; 0 = only read the prompt
-    min_tokens: int = 0  # no end or stop token before this many
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()  # matched by the text side, never by the engine
-    stop_token_ids: tuple[TokenId, ...] = ()
-    n: int = 1  # expanded into n Requests before the engine sees it
-
-
-class GrammarKind(StrEnum):
-    """What `Grammar.text` is. The output as a whole must match it, from its first token on."""
-
-    JSON_SCHEMA = "json_schema"  # a JSON Schema, as JSON
-    REGEX = "regex"  # a regular expression in Rust's dialect, without look-around
-    CHOICE = "choice"  # a JSON list of strings, one of which is the output
-    LARK = "lark"  # a grammar in the Lark dialect of llguidance
-
-
-class Grammar(Wire, frozen=True, kw_only=True):
-    """What an output must look like.
-
-    With `after`, it begins once that text has appeared in the output (reasoning: `</think>`, as
-    its own token or spelled in letters); until then the text is free and may not end.
-    """
-
-    kind: GrammarKind
-    text: str
-    after: str = ""
 
 
 class Slo(Wire, frozen=True, kw_only=True):

@@ -19,7 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "telemetry": set(),
     "spec": {"telemetry"},
-    "types": {"telemetry", "spec", "handover"},
+    "sampling": {"telemetry"},
+    "types": {"telemetry", "sampling", "spec", "handover"},
     "errors": set(),
     "slo": {"types", "errors"},
     "config": {"types", "errors", "slo"},
