@@ -10,10 +10,13 @@ namespace TOQUE_ISA {
 constexpr int CHAINS = 12;
 
 static void multiply_round(const int16_t* weights, const int16_t* inputs, ints (&sums)[CHAINS]) {
+  asm volatile("" : : "r"(weights), "r"(inputs) : "memory");  // other numbers in every round
   shorts w = load_shorts(weights);
   pin(w);
 #pragma GCC unroll 12
-  for (int i = 0; i < CHAINS; ++i) sums[i] = add_pair_products(w, splat_pair(inputs + 2 * i), sums[i]);
+  for (int i = 0; i < CHAINS; ++i) {
+    sums[i] = add_pair_products(w, splat_pair(inputs + 2 * i), sums[i]);
+  }
 }
 
 // Multiplications and additions, by all threads together.

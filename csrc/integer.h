@@ -215,7 +215,8 @@ inline void add_integer_product(const Activations& x, long all, long rows, const
       add_rows(InPlace<KIND>{panel, g}, x.from(g, 0), rows, groups, sums);
     } else {
       unpack<KIND>(panel, g, groups, part);
-      add_rows(InCache<has_offset(KIND)>{part, panel + g * BYTES, BYTES}, x.from(g, 0), rows, groups, sums);
+      const InCache<has_offset(KIND)> weights{part, panel + g * BYTES, BYTES};
+      add_rows(weights, x.from(g, 0), rows, groups, sums);
     }
   }
 }
