@@ -2,9 +2,9 @@
 ceiling that is.
 
 G/s: 1e9 multiplications and additions per second. GB/s: weights (or KV) read per second, in the
-kernel set's own form. Both ceilings are measured in the same run: reading memory, and a float32
-matrix product in numpy's BLAS. An op is judged by the ceiling that binds it, the one that it comes
-nearer to; integer kernels may pass the float32 ceiling.
+kernel set's own form. The ceilings are measured in the same run: reading memory, a float32 matrix
+product in numpy's BLAS, and the instruction that integer products are made of. An op is judged by
+the ceiling that binds it, the one that it comes nearer to.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,10 +25,13 @@ from bench.timing import Stopwatch, Timed
 from toque.bench.machine import arithmetic_peak, copy_bandwidth, read_bandwidth
 from toque.config import EngineOptions
 from toque.kernels import physical_cores, select
+from toque.kernels.api import Ops
+from toque.kernels.cpu import CpuOps
 from toque.kernels.ref.dequantize import KINDS
 
 DEFAULT_ROWS = (1, 4, 16, 64, 512)
 CEILING_ROUNDS = 20
+INTEGER_ROUNDS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Ceilings:
     read_gb_per_s: float
     copy_gb_per_s: float
     fp32_gflops: float
+    integer_g_per_s: float | None = None  # of 16-bit products; only compiled kernels have one
 
     @property
     def bandwidth_gb_per_s(self) -> float:
@@ -46,15 +51,26 @@ class Ceilings:
             max(self.read_gb_per_s, other.read_gb_per_s),
             max(self.copy_gb_per_s, other.copy_gb_per_s),
             max(self.fp32_gflops, other.fp32_gflops),
+            max(self.integer_g_per_s or 0, other.integer_g_per_s or 0) or None,
         )
 
 
-def measure_ceilings(threads: int) -> Ceilings:
+def measure_ceilings(ops: Ops, threads: int) -> Ceilings:
     return Ceilings(
         read_bandwidth(threads, CEILING_ROUNDS),
         copy_bandwidth(threads, CEILING_ROUNDS),
         arithmetic_peak(CEILING_ROUNDS),
+        integer_peak(ops) if isinstance(ops, CpuOps) else None,
     )
+
+
+def integer_peak(ops: CpuOps) -> float:
+    """Of the instruction that multiplies rounded inputs with integer weights, best of many."""
+    best = 0.0
+    for _ in range(CEILING_ROUNDS):
+        t0 = time.perf_counter()
+        best = max(best, ops.backend.multiply_adds(INTEGER_ROUNDS) / (time.perf_counter() - t0))
+    return best / 1e9
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ops = select(options.kernels, threads)
     cases = Cases(ops, np.random.default_rng(0), options.kinds, options.kv_cache_dtype)
     watch = Stopwatch(options.clock, threads, options.seconds)
-    before = measure_ceilings(threads)
+    before = measure_ceilings(ops, threads)
     timed = list(measured(cases, watch, options))
-    ceilings = before.better(measure_ceilings(threads))
+    ceilings = before.better(measure_ceilings(ops, threads))
     rows = [rates(case, seconds, ceilings) for case, seconds in timed]
     show(f"{ops.name}, {threads} threads, {options.clock} time", rows, ceilings)
     print(
@@ -139,7 +155,12 @@ def rates(case: Case, timed: Timed, ceilings: Ceilings) -> dict[str, Any]:
         "weight_gb_per_s": case.weight_bytes / timed.median_s / 1e9,
         "share_of_bandwidth": moved_gb_per_s / ceilings.bandwidth_gb_per_s,
         "share_of_fp32_peak": g_per_s / ceilings.fp32_gflops,
+        "share_of_integer_peak": share(g_per_s, ceilings.integer_g_per_s),
     }
+
+
+def share(part: float, whole: float | None) -> float | None:
+    return None if whole is None else part / whole
 
 
 def show(title: str, rows: Sequence[dict[str, Any]], ceilings: Ceilings) -> None:
@@ -158,6 +179,7 @@ def show(title: str, rows: Sequence[dict[str, Any]], ceilings: Ceilings) -> None
         "GB/s",
         "of memory",
         "of fp32",
+        "of int16",
     )
     table = Table(*columns, title=title)
     for row in rows:
@@ -172,12 +194,17 @@ def show(title: str, rows: Sequence[dict[str, Any]], ceilings: Ceilings) -> None
             f"{row['weight_gb_per_s']:.1f}",
             f"{row['share_of_bandwidth']:.0%}",
             f"{row['share_of_fp32_peak']:.0%}",
+            f"{row['share_of_integer_peak'] or 0:.0%}",
         )
     console.print(table)
     console.print(
         f"this machine reads {ceilings.read_gb_per_s:.1f} GB/s, copies "
         f"{ceilings.copy_gb_per_s:.1f} GB/s and multiplies at {ceilings.fp32_gflops:.0f} G/s in "
         "float32 (numpy's BLAS): the better of before and after"
+    )
+    console.print(
+        f"16-bit integers at {ceilings.integer_g_per_s or 0:.0f} G/s, with nothing but the "
+        "instruction that products with packed weights are made of"
     )
 
 

@@ -63,6 +63,11 @@ class Backend {
   const char* isa() const { return kernels_.name; }
   int threads() const { return pool_->threads(); }
 
+  double multiply_adds(long rounds) const {
+    require(rounds > 0, "rounds must be positive");
+    return without_gil([&](Pool& pool) { return kernels_.multiply_adds(pool, rounds); });
+  }
+
   // Calls that run in other threads go on with the pool they began with.
   void set_threads(int threads) {
     require(threads >= 1 && threads <= 1024, "threads must be in 1..1024");
@@ -311,6 +316,7 @@ static void bind_backend(nb::module_& module) {
       .def_prop_ro("isa", &Backend::isa)
       .def_prop_ro("threads", &Backend::threads)
       .def("set_threads", &Backend::set_threads, "threads"_a)
+      .def("multiply_adds", &Backend::multiply_adds, "rounds"_a)
       .def("pack", &Backend::pack, "kind"_a, array("data"), "rows"_a, "columns"_a)
       .def("matrix_of", &Backend::matrix_of, "kind"_a, array("packed"), "out"_a, "in_"_a)
       .def("checksums", &Backend::checksums, array("data"), array("begins"), array("sizes"))

@@ -76,7 +76,7 @@ class Group {
     if constexpr (HIGH == 0) return low;
     const ushorts all = words(plane(p), side);
     const int place = HIGH * (int)(p % PER_WORD);
-    return select_bits(HIGH_MASK << 4, place < 4 ? all << (4 - place) : all >> (place - 4), low);
+    return with_bits(low, HIGH_MASK << 4, place < 4 ? all << (4 - place) : all >> (place - 4));
   }
 
   TOQUE_MEMBER int word(const uint8_t* all, long column, long k) const {

@@ -59,11 +59,12 @@ struct InPlace {
 
   const uint8_t* panel;
   long first_group;
+  bool prefetches = true;
 
   Reader group(long g) const { return Reader(panel, first_group + g); }
   TOQUE_MEMBER void prefetch_after(long g) const {
     constexpr long BYTES = record_bytes(KIND) / groups_per_record(KIND);
-    prefetch(panel + (first_group + g) * BYTES + AHEAD, BYTES);
+    if (prefetches) prefetch(panel + (first_group + g) * BYTES + AHEAD, BYTES);
   }
 };
 
@@ -95,9 +96,12 @@ struct InCache {
   const Unpacked& part;
   const uint8_t* from;  // where the part lay
   long bytes;           // of a group
+  bool prefetches = true;
 
   Reader group(long g) const { return {part, g}; }
-  TOQUE_MEMBER void prefetch_after(long g) const { prefetch(from + g * bytes + AHEAD, bytes); }
+  TOQUE_MEMBER void prefetch_after(long g) const {
+    if (prefetches) prefetch(from + g * bytes + AHEAD, bytes);
+  }
 };
 
 template <Kind KIND>
@@ -186,12 +190,13 @@ inline void add_groups_of(const Weights& w, const Activations& x, long rows, lon
 
 // The last two tiles share their rows evenly, as in tile.h.
 template <class Weights>
-inline void add_rows(const Weights& weights, Activations x, long rows, long groups, float* sums) {
+inline void add_rows(Weights weights, Activations x, long rows, long groups, float* sums) {
   constexpr long MOST = Weights::ROWS;
   while (rows > 0) {
     const long last = rows > MOST ? (rows + 1) / 2 : rows;
     const long tile = rows >= 2 * MOST ? MOST : last;
     add_groups_of<MOST>(weights, x, tile, groups, sums);
+    weights.prefetches = false;
     x = x.from(0, tile);
     sums += tile * PANEL;
     rows -= tile;
@@ -210,7 +215,8 @@ inline void add_integer_product(const Activations& x, long all, long rows, const
       add_rows(InPlace<KIND>{panel, g}, x.from(g, 0), rows, groups, sums);
     } else {
       unpack<KIND>(panel, g, groups, part);
-      add_rows(InCache<has_offset(KIND)>{part, panel + g * BYTES, BYTES}, x.from(g, 0), rows, groups, sums);
+      const InCache<has_offset(KIND)> weights{part, panel + g * BYTES, BYTES};
+      add_rows(weights, x.from(g, 0), rows, groups, sums);
     }
   }
 }

@@ -110,6 +110,7 @@ struct Kernels {
   // The sum of e^((x - top) * inverse_temperature), which are written to `weights` unless null.
   double (*weigh)(const float* x, long count, float top, double inverse_temperature,
                   double* weights);
+  double (*multiply_adds)(Pool&, long rounds);  // for bench.ops: does nothing else, returns how many
 };
 
 // Query rows (tokens x heads of one KV head) that attention takes through the keys together.

@@ -13,7 +13,7 @@
 //     widen_bytes<Byte>(p)       LANES int8 or uint8 to ints
 //     splat_pair(p)              the pair (p[0], p[1]) for every lane, as an InputPair
 //     add_pair_products(a, b, s) s[i] + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1], exact in 32 bits
-//     select_bits(mask, a, b)    bits of a where the mask has ones, of b elsewhere
+//     with_bits(x, mask, from)   x | (from & mask)
 #pragma once
 
 #include "half.h"

@@ -53,10 +53,10 @@ TOQUE_INLINE ints add_pair_products(shorts a, InputPair b, ints sums) {
   return sums;
 }
 
-TOQUE_INLINE ushorts select_bits(uint16_t mask, ushorts a, ushorts b) {
-  constexpr int FIRST_CHOOSES = 0xca;  // between the second and the third
-  return (ushorts)_mm512_ternarylogic_epi32(_mm512_set1_epi16((short)mask), (__m512i)a, (__m512i)b,
-                                            FIRST_CHOOSES);
+TOQUE_INLINE ushorts with_bits(ushorts x, uint16_t mask, ushorts from) {
+  constexpr int OR_OF_FIRST_AND_BOTH_OTHERS = 0xf8;
+  return (ushorts)_mm512_ternarylogic_epi32((__m512i)x, _mm512_set1_epi16((short)mask),
+                                            (__m512i)from, OR_OF_FIRST_AND_BOTH_OTHERS);
 }
 
 }  // namespace TOQUE_ISA

@@ -57,9 +57,7 @@ TOQUE_INLINE ints add_pair_products(shorts a, InputPair b, ints sums) {
   return sums + even + odd;
 }
 
-TOQUE_INLINE ushorts select_bits(uint16_t mask, ushorts a, ushorts b) {
-  return (a & mask) | (b & (uint16_t)~mask);
-}
+TOQUE_INLINE ushorts with_bits(ushorts x, uint16_t mask, ushorts from) { return x | (from & mask); }
 
 }  // namespace TOQUE_ISA
 }  // namespace toque

@@ -16,13 +16,15 @@ void attention(Pool&, const Attention&, float*);
 long scratch_floats(const Attention&, int);
 bool block_maxima(const float*, long, float*);
 double weigh(const float*, long, float, double, double*);
+double multiply_adds(Pool&, long);
 
 #define TOQUE_TEXT(name) TOQUE_TEXT_OF(name)
 #define TOQUE_TEXT_OF(name) #name
 
 extern const Kernels kernels{TOQUE_TEXT(TOQUE_ISA), dequantize, pack,         embed,
                              rms_norm,              linear,     gate_up_silu, rope_write,
-                             attention,             scratch_floats, block_maxima, weigh};
+                             attention,             scratch_floats, block_maxima, weigh,
+                             multiply_adds};
 
 }  // namespace TOQUE_ISA
 }  // namespace toque

@@ -13,6 +13,7 @@ from bench.op_cases import HIDDEN, INNER, Cases
 from bench.ops import Ceilings, rates
 from bench.timing import Stopwatch, Timed
 from toque.kernels.api import PagedKV
+from toque.kernels.cpu import CpuOps
 from toque.kernels.ref import RefOps
 from toque.kernels.ref.dequantize import KINDS, dequantize
 from toque.kernels.ref.pages import fields
@@ -60,12 +61,18 @@ def test_rates_are_of_the_median() -> None:
     (case,) = Cases(RefOps(), Rng(3), ["F32"], ["float32"]).linear(
         "x", "F32", 1000, 500, [1], add=False
     )
-    row = rates(case, Timed(median_s=1e-3, best_s=5e-4, calls=9), Ceilings(4.0, 8.0, 10.0))
+    row = rates(case, Timed(median_s=1e-3, best_s=5e-4, calls=9), Ceilings(4.0, 8.0, 10.0, 5.0))
     assert row["g_per_s"] == pytest.approx(1.0)
     assert row["weight_gb_per_s"] == pytest.approx(2.0)
     assert row["share_of_bandwidth"] == pytest.approx((2e6 + 6e3) / 8e6)
     assert row["share_of_fp32_peak"] == pytest.approx(0.1)
+    assert row["share_of_integer_peak"] == pytest.approx(0.2)
     assert Ceilings(1, 9, 3).better(Ceilings(2, 8, 4)) == Ceilings(2, 9, 4)
+    assert Ceilings(1, 9, 3, 5).better(Ceilings(2, 8, 4, 6)) == Ceilings(2, 9, 4, 6)
+
+
+def test_the_integer_ceiling_is_that_of_the_kernels_own_instruction() -> None:
+    assert bench_ops.integer_peak(CpuOps(1)) > 0
 
 
 @pytest.mark.parametrize("clock", ["wall", "cpu"])
@@ -86,7 +93,7 @@ def test_cpu_time_is_divided_by_the_threads(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_tool_ends_with_one_json_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_ops, "measure_ceilings", lambda _: Ceilings(1.0, 1.0, 1.0))
+    monkeypatch.setattr(bench_ops, "measure_ceilings", lambda *_: Ceilings(1.0, 1.0, 1.0))
     monkeypatch.setattr("bench.op_cases.VOCAB", 64)
     monkeypatch.setattr("bench.op_cases.INNER", 256)
     monkeypatch.setattr("bench.op_cases.COLD_BYTES", 1)

@@ -34,6 +34,10 @@ class Backend:
     @property
     def threads(self) -> int: ...
     def set_threads(self, threads: int) -> None: ...
+    def multiply_adds(self, rounds: int) -> float:
+        """Does nothing but the integer products' own instruction, and says how many
+        multiplications and additions that were: a ceiling, for `bench.ops`."""
+
     def pack(self, kind: str, data: NDArray[np.uint8], rows: int, columns: int) -> Matrix: ...
     def matrix_of(self, kind: str, packed: NDArray[np.uint8], out: int, in_: int) -> Matrix:
         """A matrix on the bytes of another's `packed`, not copied but kept alive. ValueError
