@@ -218,6 +218,7 @@ double sum_of(const std::vector<Candidate>& candidates) {
 // The smallest set of the best that reaches `wanted` (arXiv:1904.09751), at least one. Halves what
 // is in question until little is left: linear, and no full sort.
 void keep_nucleus(std::vector<Candidate>& candidates, double wanted) {
+  if (candidates.empty()) return;
   std::vector<Candidate> order(candidates);
   const auto begin = order.begin();
   long low = 0, high = static_cast<long>(order.size());
@@ -244,7 +245,7 @@ void keep_nucleus(std::vector<Candidate>& candidates, double wanted) {
 // The first at which the running sum exceeds `target`, else the last that has any weight: the
 // target may have been rounded up to the total.
 Token at_sum(const std::vector<Candidate>& candidates, double target) {
-  if (candidates.empty()) throw std::logic_error("min_p above 1 leaves nothing");
+  if (candidates.empty()) throw std::logic_error("the parameters leave nothing");
   double sum = 0;
   Token last = candidates.front().token;
   for (const Candidate& c : candidates) {
