@@ -218,6 +218,7 @@ double sum_of(const std::vector<Candidate>& candidates) {
 // The smallest set of the best that reaches `wanted` (arXiv:1904.09751), at least one. Halves what
 // is in question until little is left: linear, and no full sort.
 void keep_nucleus(std::vector<Candidate>& candidates, double wanted) {
+  if (candidates.empty()) return;
   std::vector<Candidate> order(candidates);
   const auto begin = order.begin();
   long low = 0, high = static_cast<long>(order.size());
@@ -244,7 +245,7 @@ void keep_nucleus(std::vector<Candidate>& candidates, double wanted) {
 // The first at which the running sum exceeds `target`, else the last that has any weight: the
 // target may have been rounded up to the total.
 Token at_sum(const std::vector<Candidate>& candidates, double target) {
-  if (candidates.empty()) throw std::logic_error("min_p above 1 leaves nothing");
+  if (candidates.empty()) throw std::logic_error("the parameters leave nothing");
   double sum = 0;
   Token last = candidates.front().token;
   for (const Candidate& c : candidates) {
@@ -282,16 +283,23 @@ std::vector<Candidate> candidates_of(const Row& row, const SamplingRules& rules,
   double total = 0;
   if (few) {
     kept = row.best_ones(rules.top_k);
+    row.weigh_ones(kept, inverse);
+    total = sum_of(kept);
   } else {
     total = row.weigh(inverse, sums);
     // All tokens below this weight together hold less than 1 - top_p, so the nucleus is complete
     // before it comes to them. Half of it, and a little less than min_p: room for rounding.
     const double tail = rules.top_p < 1 ? 0.5 * (1 - rules.top_p) * total / row.vocab() : 0;
     const double least = std::max(tail, 0.999 * rules.min_p);
-    kept = row.at_least(least > 0 ? row.top() + std::log(least) / inverse - 1e-6 : NEVER);
+    // From the best downwards: mostly a few hold the nucleus, and only those are sorted out.
+    for (double level = rules.top_p < 1 ? 0.05 : 0;; level *= 0.05) {
+      const bool last = !(level > least);  // NaN ends it too
+      const double bound = last ? least : level;
+      kept = row.at_least(bound > 0 ? row.top() + std::log(bound) / inverse - 1e-6 : NEVER);
+      row.weigh_ones(kept, inverse);
+      if (last || sum_of(kept) > (1 + 1e-9) * rules.top_p * total) break;
+    }
   }
-  row.weigh_ones(kept, inverse);
-  if (few) total = sum_of(kept);
   if (rules.top_p < 1) keep_nucleus(kept, rules.top_p * total);
   std::erase_if(kept, [&](const Candidate& c) { return c.weight < rules.min_p; });
   return kept;

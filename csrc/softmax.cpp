@@ -10,8 +10,9 @@ namespace TOQUE_ISA {
 
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x4 __attribute__((vector_size(16)));
-typedef double f64x4 __attribute__((vector_size(32)));
-typedef int64_t i64x4 __attribute__((vector_size(32)));
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef double f64x8 __attribute__((vector_size(64)));
+typedef int64_t i64x8 __attribute__((vector_size(64)));
 
 static f32x4 load_some(const float* from, long count) {
   f32x4 x = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
@@ -41,44 +42,52 @@ bool block_maxima(const float* x, long count, float* maxima) {
   return !(wrong[0] | wrong[1] | wrong[2] | wrong[3]);
 }
 
+static f64x8 splat(double x) { return f64x8{x, x, x, x, x, x, x, x}; }
+
 // e^x for x <= 0, to about one unit in the last place; exactly 1 for 0, and 0 below -708, where
 // doubles run out of normal numbers. x = n ln 2 + r, with ln 2 in two parts as in fdlibm
 // (https://www.netlib.org/fdlibm/e_exp.c), and the Taylor series of e^r on |r| <= ln 2 / 2.
-static f64x4 exp(f64x4 x) {
-  const f64x4 low = {-708.0, -708.0, -708.0, -708.0};
-  const f64x4 y = x < low ? low : x;
-  const double magic = 6755399441055744.0;  // 1.5 * 2^52: rounds to the nearest integer
-  const f64x4 shifted = y * 1.44269504088896338700 + magic;
-  const f64x4 n = shifted - magic;
-  const f64x4 r = (y - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
-  f64x4 p = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
-  p = p * r + 1.0 / 39916800.0;
-  p = p * r + 1.0 / 3628800.0;
-  p = p * r + 1.0 / 362880.0;
-  p = p * r + 1.0 / 40320.0;
-  p = p * r + 1.0 / 5040.0;
-  p = p * r + 1.0 / 720.0;
-  p = p * r + 1.0 / 120.0;
-  p = p * r + 1.0 / 24.0;
-  p = p * r + 1.0 / 6.0;
-  p = p * r + 0.5;
-  p = p * r + 1.0;
-  p = p * r + 1.0;
-  const f64x4 magics = {magic, magic, magic, magic};
-  const i64x4 exponent = ((i64x4)shifted - (i64x4)magics + 1023) << 52;  // the bits of 2^n
-  const f64x4 zero = {0, 0, 0, 0};
-  return x < low ? zero : p * (f64x4)exponent;
+static f64x8 exp(f64x8 x) {
+  const f64x8 low = splat(-708), magic = splat(6755399441055744.0);  // 1.5 * 2^52: rounds
+  const f64x8 y = x < low ? low : x;
+  const f64x8 shifted = y * 1.44269504088896338700 + magic;
+  const f64x8 n = shifted - magic;
+  const f64x8 r = (y - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  constexpr double OVER_FACTORIAL[] = {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0,
+                                       1.0 / 362880.0,    1.0 / 40320.0,    1.0 / 5040.0,
+                                       1.0 / 720.0,       1.0 / 120.0,      1.0 / 24.0,
+                                       1.0 / 6.0,         0.5,              1.0,
+                                       1.0};
+  f64x8 p = splat(1.0 / 6227020800.0);
+#pragma GCC unroll 16
+  for (double term : OVER_FACTORIAL) p = p * r + term;
+  const i64x8 exponent = ((i64x8)shifted - (i64x8)magic + 1023) << 52;  // the bits of 2^n
+  return x < low ? splat(0) : p * (f64x8)exponent;
 }
 
 double weigh(const float* x, long count, float top, double inverse_temperature, double* weights) {
-  f64x4 total = {0, 0, 0, 0};
-  for (long i = 0; i < count; i += 4) {
-    const f64x4 values = __builtin_convertvector(load_some(x + i, count - i), f64x4);
-    const f64x4 e = exp((values - (double)top) * inverse_temperature);
+  f64x8 total = splat(0);
+  for (long i = 0; i < count; i += 8) {
+    const long size = count - i < 8 ? count - i : 8;
+    f32x8 logits = {-INFINITY, -INFINITY, -INFINITY, -INFINITY,
+                    -INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    if (size == 8) {
+      memcpy(&logits, x + i, sizeof logits);  // a constant size becomes one instruction
+    } else {
+      memcpy(&logits, x + i, size * sizeof(float));
+    }
+    const f64x8 values = __builtin_convertvector(logits, f64x8);
+    const f64x8 e = exp((values - (double)top) * inverse_temperature);
     total += e;
-    if (weights) memcpy(weights + i, &e, (count - i < 4 ? count - i : 4) * sizeof(double));
+    if (!weights) continue;
+    if (size == 8) {
+      memcpy(weights + i, &e, sizeof e);
+    } else {
+      memcpy(weights + i, &e, size * sizeof(double));
+    }
   }
-  return (total[0] + total[2]) + (total[1] + total[3]);
+  const double left = (total[0] + total[4]) + (total[2] + total[6]);
+  return left + ((total[1] + total[5]) + (total[3] + total[7]));
 }
 
 }  // namespace TOQUE_ISA
