@@ -23,6 +23,7 @@ from toque.types import NoteKind, RefusalCause, Refused, Request
 
 JOIN_SHARE = 0.8  # of the shortest inter-token target, for a step of streams alone
 RETRY_MIN_S = 1.0
+STREAMS_SHARE = 0.5  # of the time while a sequence answers; the rest is for others' prompts
 
 
 class Door:
@@ -115,9 +116,9 @@ class Door:
         rows_ahead = len(running) + len(waiting) + 1 - self._limits.max_num_seqs
         wait_s = self.forecast.first_token_s(sequence, [*reading, *waiting], rows_ahead, pace)
         first_s = now_s - sequence.request.arrived_s + wait_s
-        stream_ms = pace.decode_ms / max(1e-3, 1.0 - pace.share) if pace.share < 1 else 0.0
-        last_s = first_s + self.forecast.output_left(sequence) * stream_ms / 1e3
-        return first_s, last_s
+        step = decode_work(len(stream.tokens) for stream in (*running, sequence))
+        token_ms = self._cost.predicted_ms(step) / STREAMS_SHARE
+        return first_s, first_s + self.forecast.output_left(sequence) * token_ms / 1e3
 
     def _drained_s(self) -> float:
         return self._queue.tokens * self.ms_per_queued_token() / 1e3
