@@ -6,6 +6,7 @@ Everything else takes its collaborators as arguments. Used by the command line a
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -366,4 +367,6 @@ def build_engine(
     moments_s.append(time.monotonic())
     took_s = [end - start for start, end in pairwise(moments_s)]
     startup_s = dict(zip(("weights", "measure", "kv_pool"), took_s, strict=True))
-    return replace(engine, hello=structs.replace(engine.hello, startup_s=startup_s))
+    return replace(
+        engine, hello=structs.replace(engine.hello, startup_s=startup_s, pid=os.getpid())
+    )

@@ -81,7 +81,7 @@ class EngineCore:
         plan = self.scheduler.plan(t0)
         if plan is None:
             self._emit(events)
-            return bool(messages)
+            return bool(events)  # who only asked what is here has changed nothing
         predicted_ms = self._cost.plan_ms(plan)
         if predicted_ms > LONG_STEP_MS:
             self._port.send(Heartbeat(predicted_ms=predicted_ms))

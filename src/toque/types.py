@@ -286,6 +286,7 @@ class Hello(Wire, frozen=True, kw_only=True):
     fingerprint: str  # model, kernel set and KV dtype: what a repeated answer needs to be equal
     scheduling_policy: str = "fcfs"
     slo_classes: tuple[Slo, ...] = ()  # one named "default" is for requests that name none
+    pid: int = 0  # of the engine's process
     startup_s: dict[str, float] = msgspec.field(default_factory=dict)  # phase of the start -> time
     source: Source | None = None  # where its pages can be read by other engines
 

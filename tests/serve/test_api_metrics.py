@@ -262,6 +262,16 @@ def test_vllm_names_are_there_when_asked_for_and_say_the_same() -> None:
     assert {row.vllm or row.name for row in TABLE if row.vllm is not None} == set(VLLM)
 
 
+def test_reasons_to_wait_become_vllms_two() -> None:
+    metrics = Metrics("vllm")
+    reasons = {"pages": 2, "rows": 3, "shared_page": 4}
+    metrics.step(StepReport(load=Load(waiting=9, waiting_by_reason=reasons)))
+    text = metrics.text().decode()
+    for reason, count in (("capacity", 5.0), ("deferred", 4.0)):
+        labels = f'{{engine="0",model_name="",reason="{reason}"}}'
+        assert f"vllm:num_requests_waiting_by_reason{labels} {count}\n" in text
+
+
 def test_vllm_names_are_absent_unless_asked_for() -> None:
     with serving() as server:
         assert "vllm:" not in server.http.get("/metrics").text

@@ -39,6 +39,7 @@ class Visit:
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self.url = url
         self.wrong: list[str] = []
+        self.asked: list[str] = []
         self.context = browser.new_context(**{"viewport": DESKTOP, **context})
         self.context.set_default_timeout(PATIENCE_MS)
         self.page = self.context.new_page()
@@ -53,6 +54,7 @@ class Visit:
             self.wrong.append(message.text)
 
     def _asked(self, request: Any) -> None:
+        self.asked.append(request.url)
         if not request.url.startswith(self.url):
             self.wrong.append(f"asked for {request.url}")
 
@@ -244,6 +246,14 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Any) -> None:
 def test_a_server_that_is_gone_is_said_and_one_that_is_back_too(browser: Any) -> None:
     with serving() as server:
         visit = Visit(browser, server.url)
+        visit.state("ready")
+        server.loop.call_soon_threadsafe(server.server.connections.cut_all)
+        feed = server.url + "/dashboard/events"
+        for _ in range(PATIENCE_MS // 50):
+            if visit.asked.count(feed) >= 2:  # it begins again by itself
+                break
+            visit.page.wait_for_timeout(50)
+        assert visit.asked.count(feed) >= 2
         visit.state("ready")
         server.stop()
         visit.state("disconnected")

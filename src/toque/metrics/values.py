@@ -13,7 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from toque.metrics.compat import VllmNames
 from toque.metrics.fleet import FleetNumbers
@@ -36,6 +43,8 @@ from toque.types import (
     WaitReason,
 )
 
+# A second series per counter, which nobody asks for.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 MOST_KEYS = 32  # API keys with a label of their own
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -84,6 +93,7 @@ class Metrics:
         if compat == "vllm":
             self.registry.register(self._vllm)
         ProcessCollector(namespace="toque_server", registry=self.registry)
+        self._engine_pid = 0
         self._seen = Counters()
         self._keys: set[str] = set()
         self._load_at_s = clock()
@@ -161,6 +171,9 @@ class Metrics:
         settings = (hello.block_size, hello.total_pages, hello.kv_cache_dtype)
         self._gauges["cache_config_info"].labels(*map(str, settings)).set(1)
         self._load(Load(free_pages=hello.total_pages, total_pages=hello.total_pages))
+        if hello.pid and not self._engine_pid:
+            self._engine_pid = hello.pid
+            ProcessCollector("toque_engine", lambda: self._engine_pid, registry=self.registry)
         for phase, took_s in hello.startup_s.items():
             self.started(phase, took_s)
         for slo in hello.slo_classes:

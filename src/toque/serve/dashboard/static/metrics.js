@@ -55,13 +55,13 @@ export class Metrics {
     const { load, totals, errors } = document_;
     const lost = Object.values(errors).reduce((sum, n) => sum + n, 0);
     const ttft = last("ttft"), itl = last("itl");
-    tile("Output", rate(per("output")), "tok/s", count(totals.generation_tokens) + " since the start");
-    tile("Prompts", rate(per("prompt")), "tok/s", count(totals.prompt_tokens) + " since the start");
+    tile("Output", rate(per("output")), "tok/s", count(totals.generation_tokens) + " so far");
+    tile("Prompts", rate(per("prompt")), "tok/s", count(totals.prompt_tokens) + " so far");
     tile("Running", count(load.running), "", load.waiting ? count(load.waiting) + " waiting" : "nobody waits");
     tile("First token", duration(ttft && ttft[0]), "", ttft ? "p95 " + duration(ttft[1]) : "no request yet");
     tile("Between tokens", duration(itl && itl[0]), "", itl ? "p99 " + duration(itl[2]) : "no stream yet");
     const hits = totals.prefix_queries ? totals.prefix_hits / totals.prefix_queries : null;
-    tile("Cache hits", share(hits), "", count(totals.prefix_hits) + " tokens spared");
+    tile("Cache hits", share(hits), "", count(totals.prefix_hits) + " spared");
     tile("KV held", share(load.total_pages ? load.held_pages / load.total_pages : 0), "", count(load.free_pages) + " pages free");
     tile("Errors", count(lost), "", lost ? "see what was lost" : "none");
   }

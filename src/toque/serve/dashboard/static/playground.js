@@ -93,6 +93,7 @@ export class Playground {
       for (const choice of chunk.choices) {
         answer.first ??= performance.now();
         answer.reason = choice.finish_reason || answer.reason;
+        if (choice.delta.reasoning) turn.thought.textContent += choice.delta.reasoning;
         this.add(turn, answer, choice.delta.content || "");
       }
     }
@@ -108,10 +109,11 @@ export class Playground {
 
   turn(role, text) {
     const body = el("span", { class: "text" }, text);
-    const node = el("li", { class: "turn " + role }, el("span", { class: "hidden" }, role === "user" ? "You: " : "Model: "), body);
+    const thought = el("span", { class: "thought" });
+    const node = el("li", { class: "turn " + role }, el("span", { class: "hidden" }, role === "user" ? "You: " : "Model: "), thought, body);
     $("chat").append(node);
     $("chat").scrollTop = $("chat").scrollHeight;
-    return { node, text: body };
+    return { node, text: body, thought };
   }
 
   failed(turn, answer, error) {
