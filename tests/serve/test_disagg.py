@@ -109,8 +109,15 @@ def kill(live: Live, role: int, number: int) -> None:
     os.kill(live.engine_pids()[role], number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("role", [0, 1])
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.long),
+    ],
+)
 def test_streams_survive_their_engine(
     tiny_config: Path, tmp_path: Path, expected: list[list[int]], role: int, number: int
 ) -> None:
