@@ -97,7 +97,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     """A table on standard error; each engine against the first one at the same load."""
     for each in rows:
         base = next(r for r in rows if r["load"] == each["load"])
-        ratio = each["met_per_s"] / base["met_per_s"] if base["met_per_s"] else float("inf")
+        ratio = each["met_per_s"] / base["met_per_s"] if base["met_per_s"] else float("nan")
         first = each["chat_ttft_p50_ms"], each["chat_ttft_p99_ms"], each["chat_itl_p99_ms"]
         p50, p99, between = (f"{v:.0f}" if v is not None else "-" for v in first)
         print(
@@ -218,6 +218,9 @@ def parser() -> argparse.ArgumentParser:
         "--pace", type=float, default=1.0, help="longer targets between tokens, by so much [1]"
     )
     out.add_argument("--model", default="smollm2", help="real: GGUF file or name [smollm2]")
+    out.add_argument(
+        "--crowd", type=int, default=48, help="real: requests that measure the capacity [48]"
+    )
     out.add_argument("--peer", help="real: a llama-server to measure too")
     out.add_argument("--threads", type=int, help="real: of each server [physical cores]")
     return out

@@ -31,7 +31,6 @@ from toque.slo import attained
 from toque.types import Request
 
 TIMEOUT_S = 900.0
-CAPACITY_REQUESTS = 48  # all at once; the last ones leave the machine partly idle
 ALONE_REQUESTS = 3  # of each kind; the quickest counts
 SLOTS = 16  # of the peer
 
@@ -89,7 +88,8 @@ def peer(binary: Path, model: Path, threads: int) -> tuple[Recipe, int]:
 def calibrated(
     made: tuple[Recipe, int], options: argparse.Namespace, vocab_size: int
 ) -> tuple[list[Kind], float]:
-    """Kinds with their promises, and requests per second at saturation."""
+    """Kinds with their promises, and requests per second at saturation: of a crowd that comes at
+    once, the last of which leave the machine partly idle."""
     recipe, port = made
     rng = random.Random(options.seed)
     with Server(recipe, port) as server:
@@ -105,7 +105,7 @@ def calibrated(
             return min(firsts), min(gaps)
 
         kinds = promised((CHAT, DOCUMENT), alone, options.pace)
-        crowd = drawn_at_once(kinds, CAPACITY_REQUESTS, options.seed, vocab_size)
+        crowd = drawn_at_once(kinds, options.crowd, options.seed, vocab_size)
         replies = replied(address, crowd, classes=False)
     wall_s = max(reply.end_s for reply in replies) - min(reply.sent_s for reply in replies)
     return kinds, sum(reply.error is None for reply in replies) / wall_s
