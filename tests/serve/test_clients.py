@@ -6,11 +6,14 @@ skipped.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 
 from tests.serve.live import Live, serving
@@ -190,3 +194,61 @@ def test_a_harness_reads_the_scores_that_it_means(live: Live) -> None:
     ended = context + ids(" Paris.")
     assert len(ended) > 2
     harness_score(live, ended, len(context))
+
+
+def test_openais_async_client_and_its_stream_helper(live: Live) -> None:
+    """Many calls at once, whole and streamed by the helper that puts deltas together: one text."""
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="x") as client:
+            messages: Any = [{"role": "user", "content": QUESTION}]
+
+            async def whole() -> str:
+                answer = await client.chat.completions.create(
+                    model="smollm2", messages=messages, max_tokens=12, temperature=0
+                )
+                return answer.choices[0].message.content or ""
+
+            async def streamed() -> str:
+                async with client.chat.completions.stream(
+                    model="smollm2", messages=messages, max_tokens=12, temperature=0
+                ) as events:
+                    completion = await events.get_final_completion()
+                return completion.choices[0].message.content or ""
+
+            return list(await asyncio.gather(*(whole() for _ in range(4)), streamed(), streamed()))
+
+    texts = asyncio.run(ask())
+    assert len(texts) == 6 and "Paris" in texts[0]
+    assert set(texts) == {texts[0]}
+
+
+def test_a_huge_prompt_does_not_stop_other_streams(live: Live) -> None:
+    """200,000 tokens are counted in a thread and refused with both numbers; a stream that runs
+    goes on meanwhile."""
+    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="x")
+    huge = "The quick brown fox jumps over the lazy dog again. " * 20_000
+    refusal: list[openai.BadRequestError] = []
+
+    def post() -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="smollm2", prompt=huge, max_tokens=1)
+        refusal.append(caught.value)
+
+    options: Any = {"ignore_eos": True}
+    stream = client.completions.create(
+        model="smollm2", prompt="Count:", max_tokens=900, stream=True, extra_body=options
+    )
+    next(stream)
+    posting = threading.Thread(target=post)
+    posting.start()
+    meanwhile = 0
+    for _ in stream:
+        meanwhile += not refusal
+        if refusal:
+            break
+    stream.close()
+    posting.join(120)
+    assert meanwhile >= 1
+    numbers = [int(word) for word in re.findall(r"\d+", refusal[0].message)]
+    assert max(numbers) > 200_000 and 1024 in numbers, refusal[0].message
