@@ -271,9 +271,12 @@ class Fleet:
                 raise EngineError(message.message)
 
     def _welcome(self, member: Member, hello: Hello) -> None:
-        if self._hello is not None and hello.fingerprint != self._hello.fingerprint:
-            others = self._hello.fingerprint
-            raise EngineError(f"engine {member.index} is {hello.fingerprint}, the others {others}")
+        others = {m.hello.fingerprint for m in self._members if m.hello is not None}
+        if self._hello is not None:
+            others.add(self._hello.fingerprint)
+        if others - {hello.fingerprint}:
+            theirs = ", ".join(sorted(others))
+            raise EngineError(f"engine {member.index} is {hello.fingerprint}, the others {theirs}")
         member.joined(hello)
         if self._spellings is not None:
             member.send(self._spellings)
