@@ -1,5 +1,5 @@
 # make serve  - a model on http://127.0.0.1:8000, installing and fetching what is missing
-# make test   - the test suite;  make test-long - the sweeps
+# make test   - the test suite;  make test-long - the sweeps;  make test-sanitize - the C++ by itself
 MODEL ?= qwen2.5-coder-0.5b
 HOST ?= 127.0.0.1
 PORT ?= 8000
@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: serve install test test-long lint bench clean
+.PHONY: serve install test test-long test-sanitize lint bench clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/toque serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -37,6 +37,11 @@ test: lint
 
 test-long: $(VENV)/.tested
 	$(BIN)/python -m pytest -m long
+
+# Kernels under the address and undefined-behaviour sanitizers, the pool under the thread sanitizer, and
+# NEON under qemu where aarch64-linux-gnu-g++ and qemu-aarch64 are installed.
+test-sanitize: $(VENV)/.tested
+	$(BIN)/python -m pytest tests/kernels/test_pool.py tests/kernels/test_native.py
 
 bench: $(VENV)/.installed
 	$(BIN)/toque bench naive $(MODEL)

@@ -22,6 +22,8 @@ namespace TOQUE_ISA {
 constexpr int INTEGER_ROWS = 16;  // 16 sums + 1 weight of 32 registers
 #elif defined(TOQUE_HAS_AVX2)
 constexpr int INTEGER_ROWS = 4;  // 8 sums + 2 weights + 1 input of 16 registers; 6 rows are slower
+#elif defined(TOQUE_HAS_NEON)
+constexpr int INTEGER_ROWS = 4;  // 16 sums + 8 halves of weights + 1 input of 32 registers
 #else
 constexpr int INTEGER_ROWS = 2;
 #endif
@@ -34,7 +36,7 @@ constexpr long few_rows(Kind kind) {
 }
 
 // An unrolled loop over pairs has constant places in the payload.
-#if defined(TOQUE_HAS_AVX512) || defined(TOQUE_HAS_AVX2)
+#if defined(TOQUE_HAS_AVX512) || defined(TOQUE_HAS_AVX2) || defined(TOQUE_HAS_NEON)
 #define TOQUE_UNROLL_PAIRS _Pragma("GCC unroll 16")
 #else
 #define TOQUE_UNROLL_PAIRS

@@ -30,6 +30,8 @@ inline std::vector<Isa> compiled_isas() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
   all.push_back({&avx512::kernels, avx512, "AVX-512 (F, BW, VL, DQ) with VNNI"});
   all.push_back({&avx2::kernels, avx2, "AVX2, FMA and F16C"});
+#elif defined(__aarch64__)
+  all.push_back({&neon::kernels, true, "64-bit ARM"});
 #endif
   all.push_back({&portable::kernels, true, "nothing"});
   return all;

@@ -126,5 +126,8 @@ extern const Kernels kernels;
 namespace avx512 {
 extern const Kernels kernels;
 }
+namespace neon {
+extern const Kernels kernels;
+}
 
 }  // namespace toque

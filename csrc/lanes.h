@@ -2,6 +2,7 @@
 //
 // The sources are compiled once per instruction set, each time into another namespace:
 // -DTOQUE_ISA=avx2 with -mavx2 -mfma -mf16c, for example. LANES is the width that suits it.
+// TOQUE_HAS_NEON is said on the command line: every 64-bit ARM has it, the portable path too.
 #pragma once
 
 #include <math.h>
@@ -21,6 +22,8 @@ namespace TOQUE_ISA {
 
 #if defined(TOQUE_HAS_AVX512)
 constexpr long LANES = 16;
+#elif defined(TOQUE_HAS_NEON)
+constexpr long LANES = 4;
 #else
 constexpr long LANES = 8;
 #endif

@@ -19,6 +19,13 @@ uint32_t job_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
 uint32_t chunk_of(uint64_t ticket) { return static_cast<uint32_t>(ticket); }
 uint64_t make_ticket(uint32_t job, uint32_t chunk) { return uint64_t{job} << 32 | chunk; }
 
+thread_local bool within_a_body = false;
+
+struct WithinABody {
+  WithinABody() { within_a_body = true; }
+  ~WithinABody() { within_a_body = false; }
+};
+
 void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -78,7 +85,11 @@ void Pool::stop_workers() {
 void Pool::run(long chunks, Body body, void* context) {
   if (chunks <= 0) return;
   if (chunks >= CLOSED) throw std::length_error("too many chunks");
-  if (chunks == 1) return body(context, 0, 0);
+  if (within_a_body) throw std::logic_error("a parallel loop within another one");
+  if (chunks == 1) {
+    const WithinABody here;
+    return body(context, 0, 0);
+  }
   std::lock_guard<std::mutex> lock(one_at_a_time_);
   open({body, context, static_cast<uint32_t>(chunks)});
   work(0);
@@ -99,7 +110,8 @@ void Pool::open(const Job& job) {
   if (!workers_.empty()) rounds_.notify_all();
 }
 
-void Pool::work(int worker) {
+void Pool::work(int worker) noexcept {
+  const WithinABody here;
   for (;;) {
     uint64_t ticket = ticket_.load();
     const uint32_t chunks = chunks_.load();  // of this job, or of a later one: then claiming fails

@@ -32,7 +32,9 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // As pool_run(). Callable from any thread; two calls at once run one after the other.
+  // As pool_run(). Callable from any thread; two calls at once run one after the other. Throws
+  // std::logic_error within a body of any pool, where it would wait for itself; what a body does
+  // not catch ends the process.
   void run(long chunks, Body body, void* context);
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
@@ -44,7 +46,7 @@ class Pool {
   };
 
   void open(const Job& job);
-  void work(int worker);
+  void work(int worker) noexcept;
   void worker_loop(int worker);
   void stop_workers();
 

@@ -23,6 +23,8 @@
 #include "simd_avx512.h"
 #elif defined(TOQUE_HAS_AVX2)
 #include "simd_avx2.h"
+#elif defined(TOQUE_HAS_NEON)
+#include "simd_neon.h"
 #else
 #include "simd_portable.h"
 #endif

@@ -19,6 +19,8 @@ namespace TOQUE_ISA {
 constexpr int TILE_ROWS = 12;  // 12 + 1 of 32 registers, or twice that for two panels
 #elif defined(TOQUE_HAS_AVX2)
 constexpr int TILE_ROWS = 6;  // 12 + 2 + 1 of 16 registers
+#elif defined(TOQUE_HAS_NEON)
+constexpr int TILE_ROWS = 6;  // 24 + 4 + 1 of 32 registers
 #elif defined(__aarch64__)
 constexpr int TILE_ROWS = 4;  // a vector takes two registers: 16 + 4 + 1 of 32
 #else
@@ -78,6 +80,8 @@ inline void add_tile_of(const TileArgs& t, long rows) {
 constexpr int WIDE_ROWS = 12;  // 24 + 1 + 1 of 32 registers
 #elif defined(TOQUE_HAS_AVX2)
 constexpr int WIDE_ROWS = 3;  // 12 + 3 + 1 of 16 registers
+#elif defined(TOQUE_HAS_NEON)
+constexpr int WIDE_ROWS = 3;  // 24 + 3 + 1 of 32 registers
 #else
 constexpr int WIDE_ROWS = 0;
 #endif

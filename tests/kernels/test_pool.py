@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc"
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+from tests.native.build import COMPILER, SANITIZERS, Build, can_sanitize, pool_program, run
+
+RACES = pytest.mark.skipif(
+    not can_sanitize(COMPILER, "thread"), reason="no compiler with a thread sanitizer that runs"
+)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_every_chunk_runs_once_before_the_loop_returns(tmp_path: Path) -> None:
     """Also with more threads than cores, and with pools that stop right after their start."""
-    program = tmp_path / "pool_stress"
-    sources = [str(HERE / "pool_stress.cpp"), str(CSRC / "pool.cpp")]
-    flags = ["-std=c++20", "-O1", "-pthread", f"-I{CSRC}", "-o", str(program)]
-    subprocess.run([str(COMPILER), *sources, *flags], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    program = pool_program(Build(str(COMPILER), ("-O1",), tmp_path))
+    run(str(program), timeout_s=100)
+
+
+@RACES
+def test_no_race(tmp_path: Path) -> None:
+    """Chunks write plain memory that the caller reads; several callers, loops within loops."""
+    flags = ("-O1", "-fsanitize=thread", *SANITIZERS)
+    run(str(pool_program(Build(str(COMPILER), flags, tmp_path))), "1000", timeout_s=300)

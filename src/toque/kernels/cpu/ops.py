@@ -44,7 +44,7 @@ class CpuOps:
     `kernels/ref/quantized.py` is the same arithmetic, readable. Unquantized weights multiply in
     float32.
 
-    `threads` counts the calling thread. The environment variable TOQUE_ISA (avx512, avx2 or
+    `threads` counts the calling thread. The environment variable TOQUE_ISA (avx512, avx2, neon or
     portable) overrides the choice of instruction set. Raises ConfigError where either cannot be
     had.
     """
