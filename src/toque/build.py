@@ -53,6 +53,7 @@ from toque.scheduler.queue import QueueLimits
 from toque.scheduler.scheduler import Scheduler
 from toque.scheduler.slo import BySlo
 from toque.scheduler.step import Limits
+from toque.structured.budgets import Budgets
 from toque.structured.gate import Gate
 from toque.structured.grammars import Grammars
 from toque.structured.masks import Masks
@@ -217,7 +218,7 @@ def worker_of(loaded: Loaded, config: EngineConfig, grammars: Grammars) -> Worke
     sampler = loaded.ops.sampler(config.max_num_seqs)
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv, sampler)
     known = known_tokens(loaded.checkpoint, loaded.model.spec.vocab_size)
-    return Worker(Program(loaded.model), state, known, Masks(grammars))
+    return Worker(Program(loaded.model), state, known, Budgets(Masks(grammars), grammars))
 
 
 @dataclass(frozen=True, slots=True)

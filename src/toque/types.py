@@ -120,6 +120,19 @@ class Grammar(Wire, frozen=True, kw_only=True):
     after: str = ""
 
 
+class ThinkingBudget(Wire, frozen=True, kw_only=True):
+    """An output's reasoning ends after `num_tokens` tokens: then `closing_ids` follow.
+
+    The marks themselves are not counted. Whoever asks has told the engine the Spellings before.
+    """
+
+    num_tokens: int
+    opening: str  # `<think>`
+    closing: str
+    closing_ids: tuple[TokenId, ...]  # how `closing` is written when it is forced
+    is_open: bool  # the output begins inside; else with the opening mark or without reasoning
+
+
 class Slo(Wire, frozen=True, kw_only=True):
     """A class of service: what its requests are promised. None = nothing is promised of this."""
 
@@ -146,6 +159,7 @@ class Request(Wire, frozen=True, kw_only=True):
     priority: int = 0  # lower comes first, under the policy `priority`
     pooling: Pooling | None = None
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     slo: Slo | None = None  # its class, whichever the policy: attainment is counted under all
 
 
@@ -325,6 +339,7 @@ class RowSetup(Wire, frozen=True, kw_only=True):
     end_token_ids: tuple[TokenId, ...]  # banned while fewer than min_tokens are out
     history: tuple[TokenId, ...] = ()  # all tokens so far, only where the sampler needs them
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
 
 
 class Chunk(Wire, frozen=True, kw_only=True):
