@@ -57,6 +57,7 @@ from toque.scheduler.queue import QueueLimits
 from toque.scheduler.scheduler import Scheduler
 from toque.scheduler.slo import BySlo
 from toque.scheduler.step import Limits
+from toque.structured.budgets import Budgets
 from toque.structured.gate import Gate
 from toque.structured.grammars import Grammars
 from toque.structured.masks import Masks
@@ -243,7 +244,7 @@ def worker_of(
     sampler = loaded.ops.sampler(config.max_num_seqs)
     state = DeviceState(config.max_num_seqs, config.max_pages_per_row, kv, sampler)
     known = known_tokens(loaded.checkpoint, loaded.model.spec.vocab_size)
-    return Worker(Program(loaded.model), state, known, Masks(grammars))
+    return Worker(Program(loaded.model), state, known, Budgets(Masks(grammars), grammars))
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,3 +70,16 @@ class Grammar(Wire, frozen=True, kw_only=True):
     kind: GrammarKind
     text: str
     after: str = ""
+
+
+class ThinkingBudget(Wire, frozen=True, kw_only=True):
+    """An output's reasoning ends after `num_tokens` tokens: then `closing_ids` follow.
+
+    The marks themselves are not counted. Whoever asks has told the engine the Spellings before.
+    """
+
+    num_tokens: int
+    opening: str  # `<think>`
+    closing: str
+    closing_ids: tuple[TokenId, ...]  # how `closing` is written when it is forced
+    is_open: bool  # the output begins inside; else with the opening mark or without reasoning

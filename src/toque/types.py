@@ -25,7 +25,14 @@ from toque.handover import (
     Source,
     Transfers,
 )
-from toque.sampling import Grammar, GrammarKind, Pooling, SamplingParams, TokenId
+from toque.sampling import (
+    Grammar,
+    GrammarKind,
+    Pooling,
+    SamplingParams,
+    ThinkingBudget,
+    TokenId,
+)
 from toque.spec import ModelSpec, RopeSpec, StoredTensor
 from toque.telemetry import (
     Branch,
@@ -67,6 +74,7 @@ __all__ = (  # beside what is defined here
     "Source",
     "StepTimes",
     "StoredTensor",
+    "ThinkingBudget",
     "Timeline",
     "TokenId",
     "Transfers",
@@ -113,6 +121,7 @@ class Request(Wire, frozen=True, kw_only=True):
     priority: int = 0  # lower comes first, under the policy `priority`
     pooling: Pooling | None = None
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     slo: Slo | None = None  # its class, whichever the policy: attainment is counted under all
     output: tuple[TokenId, ...] = ()  # tokens that another engine gave before it was lost
 
@@ -323,6 +332,7 @@ class RowSetup(Wire, frozen=True, kw_only=True):
     end_token_ids: tuple[TokenId, ...]  # banned while fewer than min_tokens are out
     history: tuple[TokenId, ...] = ()  # all tokens so far, only where the sampler needs them
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
 
 
 class Chunk(Wire, frozen=True, kw_only=True):

@@ -270,6 +270,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    *(({"tools": TOOLS, "tool_choice": choice, **asked}, param)
+      for choice in ("auto", "required", {"type": "function", "function": {"name": "now"}})
+      for asked, param in (({"response_format": {"type": "json_object"}}, "response_format"),
+                           ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"))),
+    ({"thinking_token_budget": -1}, "thinking_token_budget"),
 ]  # fmt: skip
 
 
@@ -319,7 +324,7 @@ def test_reasoning_is_told_apart_and_counted(server: ServerThread) -> None:
     told = both(server)
     assert told["content"] == "Yes." and told["reasoning"] == told["reasoning_content"] == "hm, so"
     usage = server.chat()["usage"]
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": 17}, "from its mark on"
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 8}, "without its marks"
     hidden = server.chat(include_reasoning=False)["choices"][0]["message"]
     assert hidden["content"] == "Yes." and "reasoning" not in hidden
 
@@ -350,6 +355,24 @@ def test_a_turn_whose_reasoning_the_client_began(server: ServerThread) -> None:
     body = {"messages": messages, "continue_final_message": True}
     message = server.http.post(CHAT, json=body).json()["choices"][0]["message"]
     assert message["reasoning"] == "on" and message["content"] == "end"
+
+
+def test_a_budget_needs_reasoning_that_is_known(server: ServerThread) -> None:
+    """Where thinking is off there is nothing to hold to it."""
+    plays(server, "ok")
+    off = {"chat_template_kwargs": {"enable_thinking": False}, "thinking_token_budget": 3}
+    assert server.chat(**off)["choices"][0]["message"]["content"] == "ok"
+    assert server.engine.requests()[-1].thinking is None
+    server.chat(thinking_token_budget=3)
+    asked = server.engine.requests()[-1].thinking
+    assert asked is not None and (asked.num_tokens, asked.is_open) == (3, False)
+    answer = server.http.post("/v1/completions", json={"prompt": "x", "thinking_token_budget": 3})
+    assert answer.status_code == 400 and error_of(answer)["param"] == "thinking_token_budget"
+    with serving(FakeEngine()) as plain:
+        for path, ask in ((CHAT, {"messages": HI}), ("/v1/responses", {"input": "hi"})):
+            answer = plain.http.post(path, json={**ask, "thinking_token_budget": 3})
+            assert answer.status_code == 400
+            assert error_of(answer)["param"] == "thinking_token_budget"
 
 
 # -------------------------------------------------------------------------------------- real client

@@ -53,6 +53,7 @@ class Disguise:
             sampling=SamplingParams(**kept),
             cache_salt=root.hex() if request.cache_salt else "",
             grammar=None,
+            thinking=None,
         )
 
     def output(self, request_id: str, token: TokenId) -> TokenId:

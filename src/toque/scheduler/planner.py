@@ -277,6 +277,7 @@ class Planner:
             end_token_ids=tuple(sorted(sequence.stop_ids(self._limits.end_token_ids))),
             history=tuple(sequence.tokens) if needs_history(sequence.request) else (),
             grammar=sequence.request.grammar,
+            thinking=sequence.request.thinking,
         )
 
 

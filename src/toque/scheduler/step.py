@@ -187,4 +187,5 @@ def needs_history(request: Request) -> bool:
         or sampling.frequency_penalty != 0.0
         or any(len(word) > 1 for word in sampling.bad_words)
         or request.grammar is not None
+        or request.thinking is not None
     )

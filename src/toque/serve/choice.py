@@ -6,6 +6,7 @@ Does not know: JSON shapes, SSE, the engine.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from toque.errors import EngineError
@@ -57,12 +58,16 @@ class Choice:
         self.stop_reason: str | int | None = None  # the client's stop string or id that matched
         self.usage: Usage | None = None  # the engine's; None until it has finished
         self.num_tokens = 0
-        self.num_reasoning = 0  # of them
+        self.num_reasoning = 0  # of them, without the marks
         self.begun = False  # its first token has come, or its end
         self.scores: list[Logprob] = []  # of the prompt's tokens from the second on
         self._job = job
         self._min_tokens = request.sampling.min_tokens
+        # A text held back for a stop string may come together with the mark after it.
+        self._most_reasoning = request.thinking.num_tokens if request.thinking else sys.maxsize
         self._delta = Delta()
+        self._told = 0  # tokens whose text the parser has
+        self._unthought = 0  # tokens before the reasoning
         self._parser = OutputParser(job.form_of(self.prompt))
         self._stream = TextStream(
             tokenizer,
@@ -112,9 +117,7 @@ class Choice:
             if ends:
                 continue
             may_stop = self.num_tokens > self._min_tokens
-            thought = self._parser.in_reasoning
             self._add_text(self._stream.push(token_id, may_stop))
-            self.num_reasoning += thought or self._parser.in_reasoning
             if self._stream.stopped is not None or self._parser.done:
                 self._stop_here()
                 return True
@@ -155,8 +158,16 @@ class Choice:
         self.finish_reason = "tool_calls" if told else reason.value
 
     def _add_text(self, text: str) -> None:
-        if text:
-            self._delta.parts += self._parser.push(text)
+        if not text:
+            return
+        openings, chars = self._parser.thought
+        self._delta.parts += self._parser.push(text)
+        now = self._parser.thought
+        if now[0] > openings:  # said with the first character after the mark
+            self._unthought = self._told
+        if now[1] > chars:
+            self.num_reasoning = min(self.num_tokens - self._unthought, self._most_reasoning)
+        self._told = self.num_tokens
 
     @property
     def can_open(self) -> bool:

@@ -80,7 +80,6 @@ _BOTH: dict[str, Rule] = {
     "ec_transfer_params": Refused(),
     "vllm_xargs": Refused((None, {})),
     "repetition_detection": Refused(),
-    "thinking_token_budget": Refused(),
     "stream_interval": Refused((None, 1)),
     "watermarking": Refused((None, False)),
     "routed_experts_prompt_start": Refused(),
@@ -88,6 +87,7 @@ _BOTH: dict[str, Rule] = {
 
 COMPLETION_RULES: Rules = {
     **_BOTH,
+    "thinking_token_budget": Refused(),  # such an answer is text, with no reasoning told apart
     "best_of": Refused((None, 1)),
 }
 
@@ -152,7 +152,6 @@ RESPONSES_RULES: Rules = {
     "reasoning_effort": Refused(instead="reasoning.effort"),
     "n": Refused((None, 1)),
     "logprobs": Refused((None, False)),
-    "thinking_token_budget": Refused(),
     "image": Refused(),
     "access_programs": Refused(),
 }

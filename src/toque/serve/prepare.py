@@ -25,8 +25,9 @@ from toque.serve.params import bad_words, check_choice_left, sampling_params
 from toque.serve.prompts import Prompt, chat_prompt, completion_prompts
 from toque.serve.schema import ChatBody, CompletionBody, EmbeddingBody, Sampling, StreamOptions
 from toque.serve.service import Service
+from toque.serve.thinking import thinking_budget
 from toque.serve.tools.output import PLAIN, REASONING_PARSERS, Format
-from toque.types import Grammar, Request, SamplingParams, Slo
+from toque.types import Grammar, Request, SamplingParams, Slo, ThinkingBudget
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_CALL_GRAMMAR_CHARS = 1 << 24  # of a grammar x sequences of one request
@@ -97,6 +98,7 @@ class Asked:
     show: Show
     offer: Offer = NO_OFFER
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
 
 
 async def completion_job(
@@ -143,6 +145,7 @@ async def chat_job(
         show=replace(_show(body), reasoning=body.include_reasoning is not False),
         offer=conversation.offer,
         grammar=grammar,
+        thinking=await thinking_budget(service, body.thinking_token_budget, prompt),
     )
     return make_job(service, body, asked, Arrival(arrived_s, slo))
 
@@ -172,21 +175,19 @@ async def chat_grammar(
     formats = service.formats(tokenizer)
     tags = REASONING_PARSERS[formats.reasoning] if formats.reasoning else None
     after = tags[1] if tags and prompt.thinking != "closed" else ""
+    if found is not None and offer.shown:
+        raise RequestError(
+            f"'{found[1]}' with tools that may or must be called is not supported; use it with "
+            "'tool_choice': 'none'",
+            found[1],
+        )
     if is_constrained(offer):
         if body.ignore_eos:
             raise RequestError(
                 "'ignore_eos' with calls that are enforced is not supported", "ignore_eos"
             )
         markers = await service.grammars.markers(hello, tokenizer)
-        calls = grammar_of_calls(offer, formats, after, markers)
-        if found is not None and offer.mode == "auto":
-            raise RequestError(f"'{found[1]}' with strict tools is not supported", found[1])
-        found = calls, "tools"
-    elif found is not None and offer.shown:
-        raise RequestError(
-            f"'{found[1]}' with tools that may be called is not supported; use 'tool_choice'",
-            found[1],
-        )
+        found = grammar_of_calls(offer, formats, after, markers), "tools"
     if found is None:
         return None, prompt
     grammar = structs.replace(found[0], after=after)
@@ -261,7 +262,7 @@ def make_job(service: Service, body: Sampling, asked: Asked, arrival: Arrival) -
     ends = () if shared.ignore_eos else hello.end_token_ids
     check_choice_left(shared, ends)
     _check_grammar_size(asked.grammar, len(prompts) * (body.n or 1))
-    requests = _requests(body, prompts, shared, hello.max_model_len, arrival, asked.grammar)
+    requests = _requests(body, asked, shared, hello.max_model_len, arrival)
     least = min(r.sampling.max_tokens or 0 for r in requests)
     form = _form(service.formats(tokenizer), asked)
     return Job(
@@ -312,16 +313,15 @@ def _check_grammar_size(grammar: Grammar | None, sequences: int) -> None:
 
 def _requests(
     body: Sampling,
-    prompts: list[Prompt],
+    asked: Asked,
     shared: SamplingParams,
     context: int,
     arrival: Arrival,
-    grammar: Grammar | None,
 ) -> tuple[Request, ...]:
     """One per choice of each prompt, its output cut to what the context leaves."""
     requests: list[Request] = []
     name = uuid.uuid4().hex  # never the client's: an id is unique over the server's life
-    for prompt in prompts:
+    for prompt in asked.prompts:
         room = context - len(prompt.tokens)
         most = room if shared.max_tokens is None else min(room, shared.max_tokens)
         sampling = structs.replace(shared, max_tokens=most, min_tokens=min(most, shared.min_tokens))
@@ -337,7 +337,8 @@ def _requests(
                     choice=choice,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
-                    grammar=grammar,
+                    grammar=asked.grammar,
+                    thinking=asked.thinking,
                 )
             )
     return tuple(requests)

@@ -118,6 +118,9 @@ class ChatBody(Sampling):
     parallel_tool_calls: bool | None = Field(None, description="False = at most one call.")
     reasoning_effort: Effort | None = Field(None, description="As far as the template knows it.")
     include_reasoning: bool | None = Field(None, description="Default true.")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, description="Reasoning ends after so many tokens; where the model has one."
+    )
 
 
 class ResponsesBody(Drawing):
@@ -131,6 +134,9 @@ class ResponsesBody(Drawing):
     metadata: dict[str, Any] | None = None
     text: dict[str, Any] | None = Field(None, description="{format}: text or json_schema.")
     reasoning: dict[str, Any] | None = Field(None, description="{effort}")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, description="Reasoning ends after so many tokens; where the model has one."
+    )
     tools: list[Any] | None = Field(None, description="Functions.")
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="False = at most one call.")

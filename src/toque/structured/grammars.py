@@ -25,6 +25,7 @@ class _InUse:
 
 class Grammars:
     def __init__(self) -> None:
+        self.spellings: Spellings | None = None  # None until somebody has needed them
         self._compiler: Future[Compiler] | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="toque-grammar")
         self._in_use: dict[Grammar, _InUse] = {}
@@ -33,6 +34,7 @@ class Grammars:
     def learn(self, spellings: Spellings) -> None:
         """Needed before anything is compiled; more than one is one too many and ignored."""
         if self._compiler is None:
+            self.spellings = spellings
             self._compiler = self._threads.submit(Compiler, spellings)
 
     def has_room(self, grammar: Grammar) -> bool:

@@ -30,6 +30,7 @@ from toque.serve.responses.writer import ResponseWriter
 from toque.serve.schema import Drawing, ResponsesBody, Sampling, StreamOptions, check
 from toque.serve.service import Service
 from toque.serve.sse import GenerationResponse
+from toque.serve.thinking import thinking_budget
 
 
 def response_routes(service: Service) -> APIRouter:
@@ -151,6 +152,7 @@ async def _job(
         ),
         offer=conversation.offer,
         grammar=grammar,
+        thinking=await thinking_budget(service, body.thinking_token_budget, prompt),
     )
     return make_job(service, sampling, asked, arrival), conversation
 

@@ -38,6 +38,8 @@ class Sink:
         said; `parallel` off: the answer is over after one."""
         self.last = END  # the character in hand
         self.in_reasoning = False
+        self.num_openings = 0  # of the reasoning
+        self.thought_chars = 0  # of the reasoning, white space included
         self.num_calls = 0
         self.all_complete = True
         self.done = False  # nothing that follows counts
@@ -67,9 +69,11 @@ class Sink:
         self._say(Kind.TEXT, text)
 
     def reasoning(self, text: str) -> None:
+        self.thought_chars += len(text)
         self._say(Kind.REASONING, text)
 
     def begin_reasoning(self) -> None:
+        self.num_openings += 1
         self.in_reasoning, self._blank, self._trim = True, "", True
 
     def end_reasoning(self) -> None:

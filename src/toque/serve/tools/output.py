@@ -65,8 +65,9 @@ class OutputParser:
             self._sink.begin_reasoning()
 
     @property
-    def in_reasoning(self) -> bool:
-        return self._sink.in_reasoning
+    def thought(self) -> tuple[int, int]:
+        """How often the reasoning has been opened, and how many characters it has."""
+        return self._sink.num_openings, self._sink.thought_chars
 
     @property
     def done(self) -> bool:
