@@ -64,9 +64,7 @@ TOQUE_INLINE ints add_pair_products(shorts a, InputPair b, ints sums) {
   return (ints)vmlal_lane_s16(added, odd, b, 1);
 }
 
-TOQUE_INLINE ushorts select_bits(uint16_t mask, ushorts a, ushorts b) {
-  return (ushorts)vbslq_u16(vdupq_n_u16(mask), (uint16x8_t)a, (uint16x8_t)b);
-}
+TOQUE_INLINE ushorts with_bits(ushorts x, uint16_t mask, ushorts from) { return x | (from & mask); }
 
 }  // namespace TOQUE_ISA
 }  // namespace toque

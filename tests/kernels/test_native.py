@@ -25,7 +25,6 @@ from tests.native.build import (
 pytestmark = pytest.mark.long
 X86 = platform.machine() in ("x86_64", "AMD64")
 ISAS = ("portable", "avx2", "avx512") if X86 else ("portable", "neon")
-# No such numbers, addresses or shifts in the program; leaks are none of its business.
 UNDEFINED = "address,undefined"
 
 

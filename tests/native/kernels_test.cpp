@@ -12,6 +12,7 @@ using namespace toque;
 int main(int count, char** words) {
   const long rounds = count > 1 ? std::atol(words[1]) : 4;
   const long seed = count > 2 ? std::atol(words[2]) : 1;
+  const std::vector<KvType> types(std::begin(KV_TYPES), std::end(KV_TYPES));
   Pools pools;
   for (const Isa& isa : compiled_isas()) {
     if (!isa.supported) {
@@ -22,7 +23,7 @@ int main(int count, char** words) {
     for (long round = 0; round < rounds; ++round) {
       for (Kind kind : KINDS) {
         check_products(*isa.kernels, pools, draw, kind);
-        check_program(*isa.kernels, pools, draw, kind, draw.one_of<KvType>({std::begin(KV_TYPES), std::end(KV_TYPES)}));
+        check_program(*isa.kernels, pools, draw, kind, draw.one_of(types));
       }
       check_group_sums(*isa.kernels, pools, draw);
       check_rows(*isa.kernels, pools, draw);

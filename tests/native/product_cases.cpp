@@ -24,7 +24,8 @@ struct Problem {
     Block<float> a(count * out), b(count * out), gated(count * out);
     const Input input{from, count, in, scratch.data()};
     const float* added = residual.size() ? residual.data() + (from - x.data()) / in * out : nullptr;
-    const Product products[] = {{first.packed, bias.size() ? bias.data() : nullptr, added, a.data()},
+    const float* biases = bias.size() ? bias.data() : nullptr;
+    const Product products[] = {{first.packed, biases, added, a.data()},
                                 {second.packed, nullptr, nullptr, b.data()}};
     kernels.linear(pool, input, products, 2);
     Product gate = products[0];
