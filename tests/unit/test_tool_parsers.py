@@ -45,11 +45,18 @@ def parse(pieces: list[str], form: Format) -> list[Part]:
     return merged([*parts, *parser.finish()])
 
 
+def parse_slowly(text: str, form: Format) -> list[Part]:
+    """Every character by the reader, none past it."""
+    parser = OutputParser(form)
+    parser._sink.skip = lambda text, place: place  # type: ignore[method-assign]
+    return merged([*parser.push(text), *parser.finish()])
+
+
 def read(text: str, tools: str | None, **extra: Any) -> Said:
     """Whole, and one character at a time: the same."""
     form = Format(tools=tools, schemas=TOOLS, **extra)
     whole = parse([text], form)
-    assert parse(list(text), form) == whole
+    assert parse(list(text), form) == whole == parse_slowly(text, form)
     return said(whole)
 
 
@@ -380,7 +387,7 @@ def test_fragments_of_formats_in_any_order_cut_anywhere(
     whole = parse([text], form)
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
-    assert parse(pieces, form) == whole
+    assert parse(pieces, form) == whole == parse_slowly(text, form)
     for call in said(whole).calls:
         assert call.name in TOOLS
         if call.complete:

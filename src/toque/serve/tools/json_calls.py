@@ -35,7 +35,7 @@ def attempt(sink: Sink, c: str, body: Body, quiet: bool = False) -> Steps[str]:
 def hermes(sink: Sink, c: str) -> Steps[None]:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`"""
     while True:
-        marker, c = yield from until(c, (_OPEN,), sink.text)
+        marker, c = yield from until(sink, c, (_OPEN,), sink.text)
         if marker is None:
             return
         sink.suspect(marker)
@@ -70,7 +70,7 @@ def llama(sink: Sink, c: str) -> Steps[None]:
         sink.suspect("")
         c = yield from attempt(sink, c, _bare, quiet=True)
     while True:
-        marker, c = yield from until(c, (_PYTHON,), sink.text)
+        marker, c = yield from until(sink, c, (_PYTHON,), sink.text)
         if marker is None:
             return
         sink.suspect(marker)
@@ -102,7 +102,7 @@ def _objects(sink: Sink, c: str, bare: bool = False) -> Steps[str]:
 def mistral(sink: Sink, c: str) -> Steps[None]:
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` or `[TOOL_CALLS]name[ARGS]{…}`"""
     while True:
-        marker, c = yield from until(c, (_MISTRAL,), sink.text)
+        marker, c = yield from until(sink, c, (_MISTRAL,), sink.text)
         if marker is None:
             return
         sink.suspect(marker)

@@ -6,12 +6,15 @@ Knows: nothing of formats. Does not know: tokens, HTTP.
 A format is a generator that is sent one character at a time, and END at the end. It is written as
 if it read a file: `c` is the character in hand, which nobody has used yet; a reader of something
 takes the first character and returns the one after its last. So cuts cannot matter: no reader ever
-sees one.
+sees one. Where a reader only looks for markers it says so (Idle), and other text goes past it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 from toque.serve.tools.parts import Kind, Part
@@ -23,6 +26,14 @@ END = "<end>"  # longer than a character, so equal to none and inside no set of 
 
 class Malformed(Exception):
     """What looked like a call is none; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A reader looks for nothing but markers and holds no part of one."""
+
+    free: re.Pattern[str]  # text in which none begins
+    say: Callable[[str], None]
 
 
 class Sink:
@@ -43,6 +54,7 @@ class Sink:
         self.num_calls = 0
         self.all_complete = True
         self.done = False  # nothing that follows counts
+        self.idle: Idle | None = None  # until the reader next sees a character
         self._names = frozenset(names)
         self._may_call = may_call
         self._parallel = parallel
@@ -56,6 +68,18 @@ class Sink:
     def drain(self) -> list[Part]:
         out, self._out = self._out, []
         return out
+
+    def skip(self, text: str, place: int) -> int:
+        """Take what the reader would take character by character and say as it is; returns where
+        in `text` that ends."""
+        if self.idle is None or self._raw is not None:
+            return place
+        run = self.idle.free.match(text, place)
+        if run is None:
+            return place
+        self.last = text[run.end() - 1]
+        self.idle.say(run[0])
+        return run.end()
 
     def saw(self, char: str) -> None:
         """Every character, before a reader has it."""
@@ -161,12 +185,11 @@ class Machine:
         next(self._steps)
 
     def push(self, text: str) -> None:
-        saw, send = self.sink.saw, self._steps.send
-        for char in text:
-            if self.sink.done:
-                return
-            saw(char)
-            send(char)
+        sink, send, place = self.sink, self._steps.send, 0
+        while (place := sink.skip(text, place)) < len(text) and not sink.done:
+            sink.saw(text[place])
+            send(text[place])
+            place += 1
 
     def finish(self) -> None:
         if not self.sink.done:
@@ -199,20 +222,28 @@ def literal(c: str, text: str) -> Steps[str]:
     return c
 
 
+@cache
+def _free(markers: tuple[str, ...]) -> re.Pattern[str]:
+    firsts = "".join(re.escape(marker[0]) for marker in markers)
+    return re.compile(f"[^{firsts}]+" if firsts else "(?s:.+)")
+
+
 def until(
-    c: str, markers: tuple[str, ...], say: Callable[[str], None]
+    sink: Sink, c: str, markers: tuple[str, ...], say: Callable[[str], None]
 ) -> Steps[tuple[str | None, str]]:
     """Reads up to and including the first of `markers`; what is before it is said as it comes.
 
     Returns the marker, None at the end, and the character in hand. No marker may begin another.
     """
-    held = ""
+    idle, held = Idle(_free(markers), say), ""
     while c != END:
         held += c
         while held and not any(marker.startswith(held) for marker in markers):
             say(held[0])
             held = held[1:]
+        sink.idle = None if held else idle
         c = yield
+        sink.idle = None
         if held in markers:
             return held, c
     for char in held:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from toque.serve.tools import json_calls
-from toque.serve.tools.machine import END, Machine, Reader, Sink, Steps, until
+from toque.serve.tools.machine import Machine, Reader, Sink, Steps, until
 from toque.serve.tools.parts import Kind, Part, merged
 from toque.serve.tools.xml_calls import Schemas, qwen_xml
 
@@ -100,9 +100,7 @@ def _reader(form: Format) -> Reader:
 
 
 def _plain(sink: Sink, c: str) -> Steps[None]:
-    while c != END:
-        sink.text(c)
-        c = yield
+    yield from until(sink, c, (), sink.text)
 
 
 def _thinking(opening: str, closing: str, begun: bool, rest: Reader) -> Reader:
@@ -124,7 +122,7 @@ def _thinking(opening: str, closing: str, begun: bool, rest: Reader) -> Reader:
         yield from _replayed(reader, sink, "" if found else held, c)
 
     def think(sink: Sink, c: str) -> Steps[None]:
-        marker, c = yield from until(c, (closing,), sink.reasoning)
+        marker, c = yield from until(sink, c, (closing,), sink.reasoning)
         if marker is not None:
             sink.end_reasoning()
             yield from rest(sink, c)

@@ -41,7 +41,7 @@ def qwen_xml(schemas: Schemas) -> Reader:
 
     def read(sink: Sink, c: str) -> Steps[None]:
         while True:
-            marker, c = yield from until(c, (_OPEN, _FUNCTION), sink.text)
+            marker, c = yield from until(sink, c, (_OPEN, _FUNCTION), sink.text)
             if marker is None:
                 return
             sink.suspect(marker)
@@ -108,17 +108,17 @@ def _value(sink: Sink, c: str, types: frozenset[str]) -> Steps[str]:
         c = yield
     if types == {"string"}:
         sink.arguments('"')
-        c = yield from _to_end(c, lambda char: sink.arguments(_json(char)[1:-1]))
+        c = yield from _to_end(sink, c, lambda char: sink.arguments(_json(char)[1:-1]))
         sink.arguments('"')
         return c
     raw: list[str] = []
-    c = yield from _to_end(c, raw.append)
+    c = yield from _to_end(sink, c, raw.append)
     sink.arguments(_json(typed("".join(raw), types)))
     return c
 
 
-def _to_end(c: str, say: Callable[[str], None]) -> Steps[str]:
-    marker, c = yield from until(c, ("\n" + _PARAMETER_END, _PARAMETER_END), say)
+def _to_end(sink: Sink, c: str, say: Callable[[str], None]) -> Steps[str]:
+    marker, c = yield from until(sink, c, ("\n" + _PARAMETER_END, _PARAMETER_END), say)
     if marker is None:
         raise Malformed("a parameter does not end")
     return c
