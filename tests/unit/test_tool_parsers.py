@@ -392,3 +392,14 @@ def test_fragments_of_formats_in_any_order_cut_anywhere(
         assert call.name in TOOLS
         if call.complete:
             assert isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize("tools", sorted(GOOD))
+def test_nothing_goes_past_the_end_of_the_only_call(tools: str) -> None:
+    for text in (
+        '<tool_call>{"name": "now", "arguments": {}}x and more',
+        "<function=now></function>x and more",
+        "[TOOL_CALLS]now[ARGS]{}x and more [TOOL_CALLS]now[ARGS]{}",
+        '{"name": "now", "parameters": {}}x and more',
+    ):
+        read(text, tools, parallel=False)

@@ -186,7 +186,7 @@ class Machine:
 
     def push(self, text: str) -> None:
         sink, send, place = self.sink, self._steps.send, 0
-        while (place := sink.skip(text, place)) < len(text) and not sink.done:
+        while not sink.done and (place := sink.skip(text, place)) < len(text):
             sink.saw(text[place])
             send(text[place])
             place += 1
