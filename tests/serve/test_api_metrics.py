@@ -103,6 +103,15 @@ def test_http_labels_are_bounded() -> None:
     assert "other" in routes and not any(route.startswith("/nope") for route in routes)
 
 
+def test_unknown_paths_add_next_to_no_series() -> None:
+    """The histograms of `other` are there before the first one: what comes is one counter."""
+    with serving() as server:
+        before = len(scrape(server))
+        for i in range(30):
+            server.http.get(f"/nope/{i}")
+        assert len(scrape(server)) <= before + 5
+
+
 def test_every_row_is_exposed_before_anything_happened() -> None:
     text = Metrics().text().decode()
     for row in TABLE:

@@ -32,7 +32,7 @@ FROZEN_S = 10.0  # an engine process that does not react for so long is taken fo
 
 
 class LocalEngine:
-    """A disagg.fleet.Launcher for a child process; the first one is started at once, since its
+    """A disagg.members.Launcher for a child process; the first one is started at once, since its
     imports and those of the server take a moment each."""
 
     def __init__(self, orders: Orders, folder: Path, role: str, index: int) -> None:

@@ -31,7 +31,7 @@ from toque.files.progress import terminal_progress
 from toque.types import EngineFailed
 
 if TYPE_CHECKING:
-    from toque.disagg.fleet import Launcher
+    from toque.disagg.members import Launcher
     from toque.ipc import InProcess
     from toque.serve.tokenizer import Tokenizer
 

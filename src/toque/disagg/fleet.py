@@ -18,14 +18,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from msgspec import structs
 
-from toque.disagg.members import Member, Placed, merged_counters, merged_hello, merged_load
+from toque.disagg.members import (
+    Launcher,
+    Member,
+    Placed,
+    merged_counters,
+    merged_hello,
+    merged_load,
+)
 from toque.disagg.routing import chain, choose
 from toque.errors import EngineError
-from toque.ipc import ServePort
 from toque.types import (
     Abort,
     EngineFailed,
@@ -65,18 +70,6 @@ PATIENCE_S = 60.0  # how long a request waits for pages before it computes them 
 HANDOFF_TOKENS = 32  # a prompt with less to compute is not worth the journey
 TELL_S = 1.0  # how often the engines' state is told, beside every change of it
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
-
-
-class Launcher(Protocol):
-    """How one engine of the fleet is started, again and again."""
-
-    role: str
-
-    async def start(self) -> ServePort:
-        """A port to a new engine, which has said nothing yet. Raises EngineError."""
-
-    async def stop(self, port: ServePort) -> None:
-        """Close the port, and make sure that nothing of that engine lives on."""
 
 
 class Fleet:

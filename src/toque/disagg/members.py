@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -30,10 +30,19 @@ from toque.types import (
     Usage,
 )
 
-if TYPE_CHECKING:
-    from toque.disagg.fleet import Launcher
-
 UNKNOWN_TOKENS_PER_S = 200.0
+
+
+class Launcher(Protocol):
+    """How one engine of the fleet is started, again and again."""
+
+    role: str
+
+    async def start(self) -> ServePort:
+        """A port to a new engine, which has said nothing yet. Raises EngineError."""
+
+    async def stop(self, port: ServePort) -> None:
+        """Close the port, and make sure that nothing of that engine lives on."""
 
 
 @dataclass(slots=True, eq=False)

@@ -75,6 +75,14 @@ _ALSO = {
     "prefix_hits": ("prompt_tokens_cached", ""),
 }
 
+EXCHANGES = (
+    "http_request_duration_seconds",
+    "http_request_size_bytes",
+    "http_response_size_bytes",
+)
+# Seen by whoever scrapes and whoever probes: their first visit must not look like growth.
+STARTED_ROUTES = ("/metrics", "other")
+
 
 class Metrics:
     """All methods are quick and are called from one thread."""
@@ -129,6 +137,9 @@ class Metrics:
                 self._counters[name].labels(value)
         for reason in WaitReason:
             self._gauges["num_requests_waiting_by_reason"].labels(reason)
+        for route in STARTED_ROUTES:
+            for name in EXCHANGES:
+                self._histograms[name].observe(0, 0, (route,))
         self._gauges["queue_age_seconds"].set_function(self._queue_age_s)
 
     def text(self) -> bytes:
@@ -367,9 +378,8 @@ class Metrics:
         self._counters["http_requests"].labels(route, method, str(status)).inc()
 
     def exchange(self, route: str, took_s: float, in_bytes: int, out_bytes: int) -> None:
-        self._histograms["http_request_duration_seconds"].observe(took_s, labels=(route,))
-        self._histograms["http_request_size_bytes"].observe(in_bytes, labels=(route,))
-        self._histograms["http_response_size_bytes"].observe(out_bytes, labels=(route,))
+        for name, value in zip(EXCHANGES, (took_s, in_bytes, out_bytes), strict=True):
+            self._histograms[name].observe(value, labels=(route,))
 
     def refused(self, status: int) -> None:
         self._counters["requests_refused"].labels(str(status)).inc()
