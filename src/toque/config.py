@@ -261,7 +261,7 @@ def check_ranges(options: EngineOptions, model: ModelSpec) -> None:
         )
 
 
-def check_serve(options: ServeOptions) -> None:
+def check_serve(options: ServeOptions, engine: EngineOptions) -> None:
     """Each value by itself. Raises ConfigError."""
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port is {options.port}: it must be between 0 and 65535")
@@ -274,6 +274,8 @@ def check_serve(options: ServeOptions) -> None:
         if getattr(options, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be below 0")
     _check_engines(options)
+    if options.engines > 1 and engine.record is not None:
+        raise ConfigError("--record is of one engine: pages from others are not in a recording")
     for name in ("max_body_bytes", "max_json_depth", "max_sequences"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")

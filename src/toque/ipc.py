@@ -120,10 +120,14 @@ class _InProcessEngineEnd:
 
 def _socket(kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
     """High-water marks are off: a full queue would block the engine or drop a message. What bounds
-    memory is that serve always reads and cuts off clients that do not."""
+    memory is that serve always reads and cuts off clients that do not.
+
+    Who sends connects and who receives binds: ZeroMQ keeps what is sent over a connection that is
+    still to come, and refuses it on a bound socket that nobody has reached yet."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 500)  # ms for the last words of an engine that ends
+    socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms between looks whether the other end is there
     if bind:
         socket.bind(address)
     else:
@@ -135,7 +139,7 @@ class ZmqEngineEnd:
     """The engine process's end of two sockets in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        self._inbox = _socket(zmq.PULL, f"ipc://{folder}/to-engine", bind=False)
+        self._inbox = _socket(zmq.PULL, f"ipc://{folder}/to-engine", bind=True)
         self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/from-engine", bind=False)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
@@ -179,7 +183,7 @@ class ZmqServeEnd:
         engine_exit: asyncio.Future[str],
         frozen_after_s: float | None = None,
     ) -> None:
-        self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/to-engine", bind=True)
+        self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/to-engine", bind=False)
         self._inbox = zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL)
         self._inbox.set_hwm(0)
         self._exit = engine_exit
@@ -202,8 +206,7 @@ class ZmqServeEnd:
             )
 
     def send(self, message: ToEngine) -> None:
-        with suppress(zmq.Again):  # nobody at the other end: `receive` says so
-            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> FromEngine:
         incoming = asyncio.ensure_future(self._inbox.recv())  # done already when a message is here

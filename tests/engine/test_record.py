@@ -149,6 +149,15 @@ def test_an_engine_goes_on_when_its_recording_cannot(tmp_path: Path) -> None:
     assert port.ended == 20
 
 
+def test_disguised_tokens_are_not_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recording"
+    record_a_crowd(config(path, "fcfs"), total=5)
+    assert main(["replay", str(path), "--model", "smollm2"]) == 2
+    assert "--record-prompts" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------ tokens
 
 
@@ -222,13 +231,30 @@ def test_a_disguise_keeps_shared_beginnings_and_nothing_else() -> None:
     disguise.forget("r1")
     turn = disguise.request(drawn(rng, 5, [*stem, *tails[0], 33, 44, 55, 66]))
     assert list(turn.prompt[:83]) == [*a.prompt, *said]
-    # End tokens are themselves and nothing else becomes one.
+    # What ends an output is itself; nothing else looks like it, in whatever request.
     assert disguise.output("r2", 7) == 7 and disguise.output("r2", 0) == 0
-    small = Disguise(4, (0, 1))
-    small.request(Request(id="s", prompt=(2,), sampling=SamplingParams(), arrived_s=0.0))
-    assert {small.output("s", 2) for _ in range(50)} == {2, 3}
+    assert min(a.prompt) >= 151_000
+    # A request that went on elsewhere, its first words in its output.
+    moved = structs.replace(drawn(rng, 6, stem), output=tuple(tails[0]))
+    assert disguise.request(moved).output == a.prompt[50:]
+    # No token of the model: none afterwards.
+    assert disguise.request(drawn(rng, 7, [5, 151_000])).prompt[1] == -1
     # Two recordings disguise alike nothing.
-    assert Disguise(151_000, ()).request(drawn(rng, 6, stem)).prompt[:9] != a.prompt[:9]
+    assert Disguise(151_000, ()).request(drawn(rng, 8, stem)).prompt[:9] != a.prompt[:9]
+
+
+def test_different_tokens_look_different_in_the_smallest_vocabulary() -> None:
+    """With a thousand tokens and looks as many, two siblings in a thousand would be one page."""
+    disguise = Disguise(1024, (0,))
+    rng = random.Random(0)
+    for number in range(20):
+        stem = [rng.randrange(1024) for _ in range(5)]
+        family = [disguise.request(drawn(rng, number, [*stem, last])) for last in range(1024)]
+        assert len({request.prompt for request in family}) == 1024
+        # Not even a token that ends one request and not the other parts them.
+        free = structs.replace(drawn(rng, number, [*stem, 0, 7]), sampling=SamplingParams())
+        bound = drawn(rng, number, [*stem, 0, 7])
+        assert disguise.request(free).prompt == disguise.request(bound).prompt
 
 
 def test_no_token_of_a_prompt_is_in_the_file(tmp_path: Path) -> None:

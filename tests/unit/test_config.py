@@ -14,6 +14,7 @@ from toque.config import (
     EngineOptions,
     Measured,
     ServeOptions,
+    check_serve,
     parse_size,
     reachable_context,
     resolve,
@@ -151,3 +152,23 @@ def test_other_names_of_kv_types() -> None:
         assert config(kv_cache_dtype=dtype).kv_cache_dtype == dtype
     with pytest.raises(SystemExit):
         parser().parse_args(["serve", "--kv-cache-dtype", "fp4"])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"prefill": 1}, "need each other"),
+        ({"prefill": 1, "decode": 1, "data_parallel_size": 2}, "give no --prefill"),
+        ({"data_parallel_size": 2, "single_process": True}, "--single-process has one engine"),
+        ({"data_parallel_size": 0}, "count engines"),
+    ],
+)
+def test_engines_that_cannot_be_together(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_serve(ServeOptions(**options), EngineOptions())
+
+
+def test_a_recording_is_of_one_engine() -> None:
+    check_serve(ServeOptions(), EngineOptions(record="file"))
+    with pytest.raises(ConfigError, match="--record is of one engine"):
+        check_serve(ServeOptions(data_parallel_size=2), EngineOptions(record="file"))

@@ -11,6 +11,7 @@ from toque.build import load, schedule, worker_of
 from toque.config import EngineConfig, EngineOptions
 from toque.engine import EngineCore
 from toque.errors import ConfigError
+from toque.record.disguise import HIDDEN_VOCAB
 from toque.record.replay import Difference, Replay
 from toque.record.tape import Header, read
 from toque.structured.grammars import Grammars
@@ -22,7 +23,8 @@ def replay(path: str, model: str | None) -> int:
     header, turns = read(Path(path))
     config = msgspec.convert(header.config, EngineConfig)
     device = _device(header, config, model) if model is not None else None
-    scheduler, cost = schedule(config, header.vocab_size, header.end_token_ids)
+    vocab_size = header.vocab_size if header.prompts else HIDDEN_VOCAB
+    scheduler, cost = schedule(config, vocab_size, header.end_token_ids)
     again = Replay(turns, device)
     core = EngineCore(scheduler, again, again, cost, again.clock)
     print(f"{path}: {header.fingerprint}, {'real' if header.prompts else 'disguised'} tokens")
@@ -38,7 +40,7 @@ def replay(path: str, model: str | None) -> int:
         f"{again.turns} turns, {again.steps} steps: the same plans; {counters.generation_tokens} "
         f"tokens, {counters.preemptions} preemptions, cost model off by {cost.error:.1%}"
     )
-    if device is None or not header.prompts:
+    if device is None:
         return 0
     same = again.tokens - again.differing_tokens
     print(f"computed on {model}: {same} of {again.tokens} tokens are the same")
@@ -46,6 +48,10 @@ def replay(path: str, model: str | None) -> int:
 
 
 def _device(header: Header, config: EngineConfig, model: str) -> Worker:
+    if not header.prompts:
+        raise ConfigError(
+            "--model needs the real tokens: this recording has none, --record-prompts keeps them"
+        )
     from toque.files.fetch import locate
 
     options = EngineOptions(

@@ -44,7 +44,7 @@ def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
     """Run the server; returns the exit code. The port is taken first: if it cannot be had, nothing
     has been fetched or loaded for it."""
     setup_logging()
-    check_serve(options)
+    check_serve(options, engine)
     _raise_open_files()
     _check_tls(options)
     gc.disable()
