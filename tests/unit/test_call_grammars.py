@@ -321,7 +321,7 @@ def test_a_bare_call_is_held_to_its_schema_whatever_its_spacing(compiler: Compil
         for text in (
             f'{{"name": "weather", "parameters": {arguments}}}',
             f'{{"name":"weather","parameters":{arguments}}}',
-            f'{{\n "name" : "weather",\n "parameters" : {arguments}\n}}',
+            f'\n\t{{\n "name" : "weather",\n "parameters" : {arguments}\n}}',
         ):
             read_all = compiler.matcher(grammar).try_consume_tokens(list(text.encode())) == len(
                 text

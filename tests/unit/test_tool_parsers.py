@@ -416,7 +416,7 @@ ANSWERS = [
 BEGINNINGS = {
     "hermes": r"\n{0,2}<tool_call>",
     "qwen3_coder": r"\n{0,2}<tool_call>",
-    "llama3_json": r'\n{0,2}\{\s*"name"\s*:\s*"(get_weather|now)"\s*,\s*"parameters"\s*:',
+    "llama3_json": r'[ \t\r\n]*\{\s*"name"\s*:\s*"(get_weather|now)"\s*,\s*"parameters"\s*:',
     "mistral": r"\n{0,2}\[TOOL_CALLS\]",
 }
 

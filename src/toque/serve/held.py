@@ -93,8 +93,10 @@ async def _or_calls(service: Service, offer: Offer, formats: Formats, wanted: Wa
 async def _is_like_a_call(service: Service, offer: Offer, formats: Formats, wanted: Wanted) -> bool:
     beginnings = call_beginnings(offer, formats)
     if wanted[0].kind is not GrammarKind.JSON_SCHEMA:
-        # JSON may be spelled in many ways; and of rules of Lark only the longest piece is followed.
-        whole = wanted[0].kind is not GrammarKind.LARK and formats.tools != "llama3_json"
-        kept = {text if whole else text[:1] for text in beginnings}
-        beginnings = [blank + text for blank in _BREAKS for text in kept]
+        if formats.tools == "llama3_json":
+            beginnings = ["{", *" \t\r\n"]  # what is JSON may be spelled in many ways
+        if wanted[0].kind is GrammarKind.LARK:
+            # Of two rules' pieces llguidance follows the longer one, once that has begun.
+            beginnings = [text[0] for text in beginnings]
+        beginnings = [blank + text for blank in _BREAKS for text in beginnings]
     return await service.grammars.may_begin(wanted[0], beginnings, *service.require_ready())

@@ -20,6 +20,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON = "<|python_tag|>"
 _MISTRAL, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _MAX_NAME_CHARS = 128
+_JSON_BLANKS = (" ", "\t", "\r", "\n")
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
 
 Body = Callable[[Sink, str], Steps[str]]
@@ -101,8 +102,10 @@ def _objects(sink: Sink, c: str, separator: str = ";", bare: bool = False) -> St
 
 
 def bare_head(c: str, names: Collection[str]) -> Steps[str]:
-    """Reads `{"name": "<one of them>", "parameters":`. Raises Malformed at the first letter that
-    differs, so that an answer in JSON is held up no longer than it could be a call."""
+    """Reads `{"name": "<one of them>", "parameters":` and white space of JSON. Raises Malformed at
+    the first letter that differs, so an answer is held up no longer than it could be a call."""
+    while c in _JSON_BLANKS:
+        c = yield
     c = yield from blanks((yield from literal(c, "{")))
     c = yield from blanks((yield from literal(c, '"name"')))
     c = yield from blanks((yield from literal(c, ":")))

@@ -24,10 +24,10 @@ TOOL_PARSERS: Mapping[str, Callable[[Schemas], Reader]] = {
 Head = Callable[[str], Steps[str]]  # reads what only a call begins with, or raises Malformed
 # Of an answer that is calls or else text of some form, how calls begin.
 _HEADS: Mapping[str, Callable[[Schemas], Head]] = {
-    "hermes": lambda schemas: lambda c: literal(c, "<tool_call>"),
-    "qwen3_coder": lambda schemas: lambda c: literal(c, "<tool_call>"),
+    "hermes": lambda schemas: lambda c: _mark(c, "<tool_call>"),
+    "qwen3_coder": lambda schemas: lambda c: _mark(c, "<tool_call>"),
     "llama3_json": lambda schemas: lambda c: json_calls.bare_head(c, schemas),
-    "mistral": lambda schemas: lambda c: literal(c, "[TOOL_CALLS]"),
+    "mistral": lambda schemas: lambda c: _mark(c, "[TOOL_CALLS]"),
 }
 # Control tokens that the formats are made of: they reach the parser though they are not text.
 TOOL_MARKERS: Mapping[str, tuple[str, ...]] = {
@@ -121,17 +121,19 @@ def _plain(sink: Sink, c: str) -> Steps[None]:
     yield from until(sink, c, (), sink.text)
 
 
-def _either(head: Head, calls: Reader) -> Reader:
-    """Calls, if the answer begins as they do, after two line breaks at most; else text."""
+def _mark(c: str, mark: str) -> Steps[str]:
+    """After two line breaks at most, which may stand behind the reasoning."""
+    for _ in range(2):
+        if c == "\n":
+            c = yield
+    return (yield from literal(c, mark))
 
-    def start(c: str) -> Steps[str]:
-        for _ in range(2):
-            if c == "\n":
-                c = yield
-        return (yield from head(c))
+
+def _either(head: Head, calls: Reader) -> Reader:
+    """Calls, if the answer begins as they do; else text."""
 
     def read(sink: Sink, c: str) -> Steps[None]:
-        held, steps, reader = "", start(c), calls
+        held, steps, reader = "", head(c), calls
         try:
             next(steps)
             while True:
