@@ -38,6 +38,9 @@ MAX_CHOICES = 4096
 CACHED_CHARS = 4 << 20  # of grammar text; a compiled one takes some fifty times as much
 # Between two tokens of JSON. The bound keeps a weak model from writing blanks for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Tokens that are free text of some length get their part of a mask at once, made with the index.
+# None for blanks: theirs only helps where they are not bounded.
+SLICES = tuple(rf'[^"\\\x00-\x1F\x7F]{length}' for length in ("{1,10}", "{1,30}", "+"))
 # No \uXXXX: in other letters an additional key could be a declared one, and a string could hold
 # half a surrogate pair. Every character but some control ones can be written as itself.
 _OPTIONS = {
@@ -83,7 +86,7 @@ class Compiler:
         )
         # In two parts, because each holds the interpreter's lock to its end.
         trie = llguidance.LLTokenizer(wrapped, eos_token=ends, slices=[])
-        self._tokenizer: LLTokenizer = trie.with_slices(trie.json_slices())
+        self._tokenizer: LLTokenizer = trie.with_slices(list(SLICES))
         self.markers = markers_of(spellings)
         self._shown = spellings.shown
         self._lock = threading.Lock()
