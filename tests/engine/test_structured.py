@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.test_equivalence import CONFIG, STEM, requests, ways
 from toque.build import Engine, Loaded, assemble, load
@@ -141,12 +142,37 @@ def bound() -> list[Request]:
     return made
 
 
+def either() -> list[Request]:
+    """A record, or a call instead."""
+    call = json.dumps({"enum": [True, 12, "é"]})
+    calls = f'start: "<call>" body\nbody: %json {call}'
+    made = []
+    for seed in range(4):
+        blanks = {BYTES.index(bytes([byte])): -100.0 for byte in b" \t\r\n"}
+        begin = BYTES.index(b"<{"[seed % 2 :][:1])
+        found = ask(f"e{seed}", SCHEMA, json.dumps(RECORD), seed, logit_bias={**blanks, begin: 9.0})
+        assert found.grammar is not None
+        made.append(replace(found, grammar=replace(found.grammar, calls=calls)))
+    return made
+
+
+def test_an_output_is_one_or_the_other(loaded: Loaded, spellings: Spellings) -> None:
+    ran = answer(loaded, spellings, either())
+    for name, tokens in ran.tokens.items():
+        assert ran.ends[name].reason is FinishReason.STOP
+        text = text_of(tokens)
+        if name in ("e0", "e2"):
+            assert json.loads(text.removeprefix("<call>")) in (True, 12, "é")
+        else:
+            assert list(json.loads(text)) == ["ok", "n", "tag"]
+
+
 @pytest.fixture(scope="module")
 def alone(loaded: Loaded, spellings: Spellings) -> dict[str, list[int]]:
     """One engine for each request."""
     return {
         name: tokens
-        for request in [*bound(), *requests()]
+        for request in [*bound(), *either(), *requests()]
         for name, tokens in answer(loaded, spellings, [request]).tokens.items()
     }
 
@@ -160,7 +186,8 @@ def test_the_same_tokens_in_any_company(
     gap: int,
 ) -> None:
     """Whole prompts and chunks, cold and shared, roomy and preempted; bound and free together."""
-    wanted = [r for pair in zip(bound(), requests(), strict=False) for r in pair] + requests()[8:]
+    wanted = [r for pair in zip(bound(), requests(), strict=False) for r in pair]
+    wanted += [*either(), *requests()[8:]]
     ran = answer(loaded, spellings, wanted, config, gap)
     assert ran.tokens == alone
     if config.total_pages < 256:

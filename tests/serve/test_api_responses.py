@@ -253,8 +253,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"bogus": 1}}, "reasoning.bogus"),
     ({"previous_response_id": "resp_nobody"}, "previous_response_id"),
     ({"temperature": 3}, "temperature"),
-    ({"text": {"format": {"type": "json_object"}}, "tools": TOOLS, "tool_choice": "required"},
-     "text.format"),
+    *(({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": []}}},
+        "tools": TOOLS, "tool_choice": choice}, "text.format.schema")
+      for choice in ("none", "auto", "required")),
 ]  # fmt: skip
 
 
