@@ -70,6 +70,7 @@ class EngineState(Wire, frozen=True, kw_only=True):
     index: int
     role: str  # both, prefill or decode
     alive: bool
+    starting: bool = False  # its process is there and has not said hello
     restarts: int = 0
     open_requests: int = 0  # it answers, or computes the prompt of
     load: Load = Load()

@@ -148,3 +148,4 @@ class Snapshot(Wire, frozen=True, kw_only=True):
     pages: bytes = b""  # one per page: 0 free, 1 cached, 2 held, 3 shared
     tree: tuple[Branch, ...] = ()  # parents first; as much as is shown
     branches: int = 0  # all of them
+    engine: int = 0  # whose it is, where there are several

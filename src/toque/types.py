@@ -143,6 +143,8 @@ class Explain(Wire, frozen=True, kw_only=True):
 class Look(Wire, frozen=True, kw_only=True):
     """Asks for a `Snapshot`."""
 
+    engine: int = 0  # of several
+
 
 class Shutdown(Wire, frozen=True, kw_only=True):
     """The engine loop ends; whatever still runs is aborted."""

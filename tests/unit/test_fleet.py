@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ from toque.types import (
     Fetched,
     Finished,
     FinishReason,
+    FleetReport,
     FromEngine,
     Hello,
     Load,
+    Look,
     PagesReady,
     Prefill,
     Refused,
@@ -34,6 +37,7 @@ from toque.types import (
     Request,
     SamplingParams,
     Shutdown,
+    Snapshot,
     Source,
     StepReport,
     Times,
@@ -127,15 +131,21 @@ class Client:
         self.fleet = fleet
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[Event]] = {}
+        self.others: list[FromEngine] = []
 
     async def read(self) -> None:
         while True:
             message = await self.fleet.receive()
+            if not isinstance(message, StepReport):
+                self.others.append(message)
             for event in message.events if isinstance(message, StepReport) else ():
                 if isinstance(event, Tokens):
                     self.tokens.setdefault(event.id, []).extend(event.ids)
                 else:
                     self.ends.setdefault(event.id, []).append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.others if isinstance(message, kind)]
 
     async def until(self, condition: Callable[[], Any]) -> None:
         for _ in range(20_000):
@@ -190,6 +200,45 @@ def test_a_prompt_is_handed_over_and_its_pages_are_let_go() -> None:
         assert len(prefill.of(Prefill)) == 1 and len(decode.of(Request)) == 1
 
     play([prefill, decode], scenario)
+
+
+def test_a_look_goes_to_one_engine_and_the_picture_says_whose_it_is() -> None:
+    engines = [FakeEngine("both"), FakeEngine("both")]
+
+    async def scenario(client: Client) -> None:
+        client.fleet.send(Look(engine=1))
+        assert len(engines[1].of(Look)) == 1 and not engines[0].of(Look)
+        for engine in engines:
+            engine.say(Snapshot(step=1))
+        await client.until(lambda: len(client.of(Snapshot)) == 2)
+        assert {seen.engine for seen in client.of(Snapshot)} == {0, 1}
+
+    play(engines, scenario)
+
+
+def test_an_engine_is_told_alive_lost_starting_and_alive_again() -> None:
+    class Slow(FakeEngine):
+        async def start(self) -> FakeEngine:
+            port = await super().start()
+            if self.starts > 1:
+                self.hello, self._out = self._out, asyncio.Queue()
+            return port
+
+    engines = [FakeEngine("both"), Slow("both")]
+
+    def lives(client: Client) -> list[tuple[bool, bool, int]]:
+        told = [report.engines[1] for report in client.of(FleetReport)]
+        return [(state.alive, state.starting, state.restarts) for state in told]
+
+    async def scenario(client: Client) -> None:
+        engines[1].die()
+        await client.until(lambda: (False, False, 1) in lives(client))
+        await client.until(lambda: (False, True, 1) in lives(client))
+        engines[1].say(await engines[1].hello.get())
+        await client.until(lambda: lives(client)[-1] == (True, False, 1))
+        assert [states[0] for states, _ in groupby(lives(client))] == [True, False, False, True]
+
+    play(engines, scenario)
 
 
 @pytest.mark.parametrize("computed", [False, True])

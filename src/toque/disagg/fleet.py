@@ -100,8 +100,7 @@ class Fleet:
             case Explain():
                 self._explain(message)
             case Look():
-                for member in self._members:
-                    member.send(message)
+                self._members[message.engine].send(message)
             case Spellings():
                 self._spellings = message  # for engines that come later, too
                 for member in self._members:
@@ -204,6 +203,7 @@ class Fleet:
         while not self._stopping:
             try:
                 member.port = await member.launcher.start()
+                self._tell()
                 while True:
                     self._handle(member, await member.port.receive())
                     retry_s = FIRST_RETRY_S if member.alive else retry_s
@@ -258,7 +258,9 @@ class Fleet:
                 self._fetched(member, message)
             case Hello():
                 self._welcome(member, message)
-            case Heartbeat() | Timeline() | Snapshot():
+            case Snapshot():
+                self._out.put_nowait(structs.replace(message, engine=member.index))
+            case Heartbeat() | Timeline():
                 self._out.put_nowait(message)
             case EngineFailed():
                 raise EngineError(message.message)
@@ -277,8 +279,7 @@ class Fleet:
             hellos = [(m.role, m.hello) for m in self._members if m.hello is not None]
             self._hello = merged_hello(hellos)
             self._out.put_nowait(self._hello)
-        if self._hello is not None:
-            self._tell()
+        self._tell()
 
     def _pages(self, member: Member, message: PagesReady) -> None:
         placed = self._placed.get(message.id)
@@ -349,15 +350,17 @@ class Fleet:
     async def _tell_often(self) -> None:
         while True:
             await asyncio.sleep(TELL_S)
-            if self._hello is not None:
-                self._tell()
+            self._tell()
 
     def _tell(self, last: Fetched | None = None) -> None:
+        if self._hello is None:
+            return  # the server knows of no engine before it knows all of them
         states = tuple(
             EngineState(
                 index=member.index,
                 role=member.role,
                 alive=member.alive,
+                starting=member.starting,
                 restarts=member.restarts,
                 open_requests=member.open_requests,
                 load=member.load,

@@ -124,6 +124,10 @@ class Member:
         return self.hello is not None
 
     @property
+    def starting(self) -> bool:
+        return self.port is not None and not self.alive
+
+    @property
     def open_requests(self) -> int:
         return len(self._open) + len(self._prompts)
 
