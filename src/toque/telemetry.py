@@ -80,6 +80,17 @@ class Counters(Wire, frozen=True, kw_only=True):
     downgraded: int = 0  # requests that wait without their class's promise
 
 
+def plus(a: Counters, b: Counters) -> Counters:
+    names = Counters.__struct_fields__
+    return Counters(**{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+def minus(a: Counters, b: Counters) -> Counters:
+    """What was counted since `b`."""
+    names = Counters.__struct_fields__
+    return Counters(**{name: getattr(a, name) - getattr(b, name) for name in names})
+
+
 class Load(Wire, frozen=True, kw_only=True):
     """What the engine holds at the end of a step. free + cached + held = total pages, always."""
 

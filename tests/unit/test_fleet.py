@@ -81,6 +81,7 @@ class FakeEngine:
                 kv_cache_dtype="float16",
                 fingerprint=self.fingerprint,
                 source=source,
+                role=self.role,
             )
         )
         return self
@@ -302,7 +303,7 @@ def test_no_engine_left_is_a_503_or_a_failed_end() -> None:
 
 
 def test_engines_that_differ_do_not_start_together() -> None:
-    with pytest.raises(EngineError, match=r"is [fg], the others [fg]"):
+    with pytest.raises(EngineError, match=r"is [fg] with .*, the others [fg] with"):
         play([FakeEngine("both"), FakeEngine("both", "g")], _never)
 
 

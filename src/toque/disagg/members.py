@@ -15,6 +15,7 @@ from msgspec import structs
 
 from toque.disagg.routing import PrefixIndex, View
 from toque.ipc import ServePort
+from toque.telemetry import plus
 from toque.types import (
     Counters,
     Finished,
@@ -31,6 +32,7 @@ from toque.types import (
 )
 
 UNKNOWN_TOKENS_PER_S = 200.0
+TELLING_TOKENS = 64  # a queue of fewer says little about how fast the engine is
 
 
 class Launcher(Protocol):
@@ -79,11 +81,16 @@ class Placed:
         """An engine's end with what it cannot know: tokens that were computed for this very
         request elsewhere are no cache hit, and the first token may be another engine's."""
         usage, times = event.usage, event.times
+        arrived_s = self.request.arrived_s  # as it was said; it went through two clocks since
+        admitted_s = None if times.admitted_s is None else max(arrived_s, times.admitted_s)
+        first_s = self.first_token_s or times.first_token_s
         cached = max(0, usage.cached_tokens - self.moved_tokens)
         return structs.replace(
             event,
             usage=structs.replace(usage, cached_tokens=cached),
-            times=structs.replace(times, first_token_s=self.first_token_s or times.first_token_s),
+            times=structs.replace(
+                times, arrived_s=arrived_s, admitted_s=admitted_s, first_token_s=first_s
+            ),
         )
 
     def finished(self, reason: FinishReason, now_s: float, error: str | None = None) -> Finished:
@@ -133,7 +140,7 @@ class Member:
 
     @property
     def counters(self) -> Counters:
-        return _add(self._before, self._counters)
+        return plus(self._before, self._counters)
 
     def send(self, message: ToEngine) -> None:
         if self.port is not None:
@@ -145,8 +152,16 @@ class Member:
             waiting_tokens=sum(self._waiting.values()) + sum(self._prompts.values()),
             running=len(self._open),
             cached_tokens=self._index.matched(pages) * block_size,
-            tokens_per_s=UNKNOWN_TOKENS_PER_S,
+            tokens_per_s=self._tokens_per_s(),
         )
+
+    def _tokens_per_s(self) -> float:
+        """Of prefill, by its own cost model where a queue shows it."""
+        load = self.load
+        if load.waiting_tokens >= TELLING_TOKENS and load.backlog_s > 0:
+            return load.waiting_tokens / load.backlog_s
+        measured = self.hello.prefill_tokens_per_s if self.hello is not None else 0.0
+        return measured or UNKNOWN_TOKENS_PER_S
 
     def missing_tokens(self, placed: Placed, tokens: int, block_size: int) -> int:
         return tokens - self._index.matched(placed.pages) * block_size
@@ -183,6 +198,7 @@ class Member:
 
     def joined(self, hello: Hello) -> None:
         self.hello = hello
+        self.role = hello.role
         self.load = Load(free_pages=hello.total_pages, total_pages=hello.total_pages)
 
     def heard(self, report: StepReport) -> None:
@@ -201,15 +217,10 @@ class Member:
         return port
 
 
-def _add(a: Counters, b: Counters) -> Counters:
-    names = Counters.__struct_fields__
-    return Counters(**{name: getattr(a, name) + getattr(b, name) for name in names})
-
-
 def merged_counters(members: Sequence[Member]) -> Counters:
     total = Counters()
     for member in members:
-        total = _add(total, member.counters)
+        total = plus(total, member.counters)
     return total
 
 
