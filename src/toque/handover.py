@@ -7,6 +7,8 @@ These travel beside the values of `types.py`, which exports them too: import the
 
 from __future__ import annotations
 
+import msgspec
+
 from toque.telemetry import Load, Wire
 
 
@@ -76,6 +78,10 @@ class EngineState(Wire, frozen=True, kw_only=True):
     load: Load = Load()
 
 
+# Of a request that takes pages of another engine: none is announced yet; they travel; it may go on.
+FETCH_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
+
+
 class Transfers(Wire, frozen=True, kw_only=True):
     """Totals of pages that travelled since the server's start; they never decrease."""
 
@@ -94,4 +100,5 @@ class FleetReport(Wire, frozen=True, kw_only=True):
 
     engines: tuple[EngineState, ...]
     transfers: Transfers
+    stages: dict[str, int] = msgspec.field(default_factory=dict)  # FETCH_STAGES -> open requests
     last: Fetched | None = None  # the fetch that this report is about, where it is about one

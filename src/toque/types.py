@@ -124,6 +124,7 @@ class Request(Wire, frozen=True, kw_only=True):
     thinking: ThinkingBudget | None = None
     slo: Slo | None = None  # its class, whichever the policy: attainment is counted under all
     output: tuple[TokenId, ...] = ()  # tokens that another engine gave before it was lost
+    moved_tokens: int = 0  # of its prompt are here because another engine computed them for it
 
 
 class Abort(Wire, frozen=True, kw_only=True):

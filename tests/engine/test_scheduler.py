@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.engine.fake import END, VOCAB, PageExecutor, expected_tokens, request
 from toque.build import policy_named
+from toque.errors import NOT_NUMBERS
 from toque.memory.manager import CacheManager
 from toque.scheduler.cost import StepCost
 from toque.scheduler.scheduler import Scheduler
@@ -284,7 +285,25 @@ def test_a_sequence_that_comes_back_sends_its_tokens_again() -> None:
     assert engine.tokens["young"] == expected_tokens(young, 40)
 
 
-def test_a_failing_row_ends_alone() -> None:
+def test_what_another_engine_computed_for_a_request_is_no_hit() -> None:
+    """Its pages are in the tree as any others are: only the request says whose work they were."""
+    found = []
+    for moved_tokens in (0, 4, 1000):
+        engine = Engine(Sizes())
+        engine.add(request("first", list(range(20))))
+        engine.drain()
+        before = engine.scheduler.counters()
+        second = request("second", list(range(20)))
+        engine.add(msgspec.structs.replace(second, moved_tokens=moved_tokens))
+        engine.drain()
+        now = engine.scheduler.counters()
+        found.append((now.prefix_hits - before.prefix_hits, now.moved_tokens))
+    hits = found[0][0]
+    assert hits > 4 and found == [(hits, 0), (hits - 4, 4), (0, hits)]
+
+
+@pytest.mark.parametrize("error", ["boom", NOT_NUMBERS])
+def test_a_failing_row_ends_alone(error: str) -> None:
     """An error of one row is that request's last event; the others' tokens do not change."""
     engine = Engine(Sizes())
     good, bad = request("good", [1, 2, 3]), request("bad", [9, 9, 9])
@@ -295,11 +314,12 @@ def test_a_failing_row_ends_alone() -> None:
     result = engine.executor.run(plan)
     bad_row = plan.chunks[1].row
     broken = [
-        msgspec.structs.replace(s, error="boom") if s.row == bad_row else s for s in result.sampled
+        msgspec.structs.replace(s, error=error) if s.row == bad_row else s for s in result.sampled
     ]
     events = engine.scheduler.commit(plan, msgspec.structs.replace(result, sampled=broken), 0.0)
     failed = [event for event in events if isinstance(event, Finished)]
-    assert [(e.id, e.reason, e.error) for e in failed] == [("bad", FinishReason.ERROR, "boom")]
+    assert [(e.id, e.reason, e.error) for e in failed] == [("bad", FinishReason.ERROR, error)]
+    assert engine.scheduler.counters().corrupted == (error == NOT_NUMBERS)
     engine.tokens["good"] = [t for e in events if isinstance(e, Tokens) for t in e.ids]
     engine.drain()
     assert engine.tokens["good"] == expected_tokens(good, 48)

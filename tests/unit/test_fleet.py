@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from toque.disagg import fleet as fleet_module
 from toque.disagg.fleet import Fleet
@@ -133,11 +134,14 @@ class Client:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[Event]] = {}
         self.others: list[FromEngine] = []
+        self.counters = Counters()
 
     async def read(self) -> None:
         while True:
             message = await self.fleet.receive()
-            if not isinstance(message, StepReport):
+            if isinstance(message, StepReport):
+                self.counters = message.counters
+            else:
                 self.others.append(message)
             for event in message.events if isinstance(message, StepReport) else ():
                 if isinstance(event, Tokens):
@@ -199,6 +203,44 @@ def test_a_prompt_is_handed_over_and_its_pages_are_let_go() -> None:
         assert isinstance(event, Finished) and event.usage.cached_tokens == 0
         client.fleet.send(request("b"))  # its beginning is where it decodes: no journey
         assert len(prefill.of(Prefill)) == 1 and len(decode.of(Request)) == 1
+
+    play([prefill, decode], scenario)
+
+
+def test_a_fetch_is_told_by_stage_until_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "TELL_S", 0.001)
+    prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+
+    async def scenario(client: Client) -> None:
+        def told(stages: dict[str, int]) -> Callable[[], bool]:
+            return lambda: client.of(FleetReport)[-1].stages == stages
+
+        client.fleet.send(request("a"))
+        client.fleet.send(structs.replace(request("b"), prompt=tuple(range(100, 141))))
+        await client.until(told({"waiting_to_start": 2}))
+        prefill.say(PagesReady(id="a", first=0, pages=()))
+        await client.until(told({"waiting_to_start": 1, "in_progress": 1}))
+        prefill.say(PagesReady(id="a", first=0, pages=(), last=True))
+        decode.say(Fetched(id="a", moved_pages=10))
+        await client.until(told({"waiting_to_start": 1, "completed_waiting": 1}))
+        decode.report(Tokens(id="a", ids=(5,)))
+        client.fleet.send(Abort(id="b"))
+        decode.report(end("b", FinishReason.ABORT))
+        await client.until(told({}))
+
+    play([prefill, decode], scenario)
+
+
+def test_a_prompt_counts_where_it_is_answered_and_its_work_where_it_is_done() -> None:
+    prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+    there = Counters(prompt_tokens=40, prefix_queries=40, prefix_hits=8, computed_tokens=32)
+    here = Counters(prompt_tokens=41, prefix_queries=41, moved_tokens=40, computed_tokens=9)
+
+    async def scenario(client: Client) -> None:
+        prefill.say(StepReport(counters=there))
+        decode.say(StepReport(counters=here))
+        await client.until(lambda: client.counters.computed_tokens == 41)
+        assert client.counters == structs.replace(here, computed_tokens=41)
 
     play([prefill, decode], scenario)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from msgspec import structs
@@ -28,9 +29,11 @@ from toque.disagg.members import (
     merged_counters,
     merged_hello,
     merged_load,
+    only_pages,
 )
 from toque.disagg.routing import chain, choose
 from toque.errors import EngineError
+from toque.handover import FETCH_STAGES
 from toque.types import (
     Abort,
     EngineFailed,
@@ -52,7 +55,6 @@ from toque.types import (
     Refused,
     Release,
     Request,
-    SamplingParams,
     Shutdown,
     Snapshot,
     Spellings,
@@ -148,11 +150,11 @@ class Fleet:
             decode.take(placed, missing_tokens)
             decode.send(request)
             return
-        placed.prefill = prefill
+        placed.prefill, placed.stage = prefill, FETCH_STAGES[0]
         prefill.take_prompt(placed, missing_tokens)
         decode.take(placed, 0)
         decode.send(Fetch(request=request, source=source, patience_s=PATIENCE_S))
-        prefill.send(Prefill(request=_only_pages(request, self._hello), lease_s=LEASE_S))
+        prefill.send(Prefill(request=only_pages(request, self._hello), lease_s=LEASE_S))
 
     def _choose(self, roles: tuple[str, ...], placed: Placed, tokens: int) -> Member | None:
         assert self._hello is not None
@@ -241,6 +243,7 @@ class Fleet:
     def _move(self, placed: Placed) -> None:
         self._let_go(placed)
         placed.decode, placed.scored_here, placed.moved_tokens = None, 0, 0
+        placed.stage = ""
         if placed.aborted is not None:
             del self._placed[placed.request.id]
             self._report((placed.finished(placed.aborted, self._clock()),))
@@ -294,6 +297,7 @@ class Fleet:
             if message.last:
                 member.send(Release(id=message.id))
             return
+        placed.stage = FETCH_STAGES[1]
         if message.last:
             member.computed_prompt(placed)
         placed.decode.send(message)
@@ -303,6 +307,7 @@ class Fleet:
         if placed is None or placed.decode is not member:
             return
         self._let_go(placed)
+        placed.stage = FETCH_STAGES[2]
         assert self._hello is not None
         placed.moved_tokens = fetched.moved_pages * self._hello.block_size
         t = self._transfers
@@ -374,23 +379,16 @@ class Fleet:
             )
             for member in self._members
         )
-        self._out.put_nowait(FleetReport(engines=states, transfers=self._transfers, last=last))
+        self._out.put_nowait(
+            FleetReport(
+                engines=states,
+                transfers=self._transfers,
+                stages=Counter(placed.stage for placed in self._placed.values() if placed.stage),
+                last=last,
+            )
+        )
 
 
 def _kind(hello: Hello) -> str:
     """What must be equal for engines to go on with each other's requests."""
     return f"{hello.fingerprint} with pages of {hello.block_size} tokens"
-
-
-def _only_pages(request: Request, hello: Hello) -> Request:
-    """The request that computes the full pages of a prompt that leave a token to compute."""
-    tokens = request.prompt + request.output
-    whole = (len(tokens) - 1) // hello.block_size * hello.block_size
-    return Request(
-        id=request.id,
-        prompt=tokens[:whole],
-        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=0),
-        arrived_s=request.arrived_s,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-    )

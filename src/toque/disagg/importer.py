@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import numpy as np
+from msgspec import structs
 
 from toque.disagg.transport import Bytes, Peer, PoolView, TransferError, verified
 from toque.memory.manager import CacheManager
@@ -137,7 +138,7 @@ class Importer:
         told = [self._told(fetch) for fetch in over]
         for fetch in over:
             self._close(fetch)
-        return [fetch.order.request for fetch in over], told
+        return [self._going_on(fetch) for fetch in over], told
 
     def close(self) -> None:
         for puller in self._pullers:
@@ -234,6 +235,10 @@ class Importer:
             fetch.done += 1
         if fetch.done > before:
             self._cache.commit(fetch.key, fetch.tokens, fetch.done * self._cache.block_size)
+
+    def _going_on(self, fetch: _Fetch) -> Request:
+        moved_tokens = (fetch.done - fetch.cached) * self._cache.block_size
+        return structs.replace(fetch.order.request, moved_tokens=moved_tokens)
 
     def _told(self, fetch: _Fetch) -> Fetched:
         moved = fetch.done - fetch.cached

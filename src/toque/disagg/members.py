@@ -23,6 +23,7 @@ from toque.types import (
     Hello,
     Load,
     Request,
+    SamplingParams,
     StepReport,
     Times,
     ToEngine,
@@ -61,10 +62,12 @@ class Placed:
     first_token_s: float | None = None
     scored: int = 0  # prompt logprobs that the client has
     scored_here: int = 0  # of these, given by the engine that answers now, or again by it
+    stage: str = ""  # of handover.FETCH_STAGES, until its first token
     moved_tokens: int = 0  # of the prompt, whose pages came from the engine that computed it
 
     def add(self, event: Tokens, now_s: float) -> None:
         self.begun = True
+        self.stage = ""
         self.output += event.ids
         if self.first_token_s is None:
             self.first_token_s = now_s
@@ -203,7 +206,10 @@ class Member:
 
     def heard(self, report: StepReport) -> None:
         self.load = report.load
-        self._counters = report.counters
+        counters = report.counters
+        if self.role == "prefill":  # the request counts where it is answered
+            counters = structs.replace(counters, prompt_tokens=0, prefix_queries=0, prefix_hits=0)
+        self._counters = counters
 
     def lose(self) -> ServePort | None:
         """The engine is gone; returns the port that led to it."""
@@ -250,4 +256,18 @@ def merged_hello(hellos: Sequence[tuple[str, Hello]]) -> Hello:
         total_pages=sum(hello.total_pages for hello in everyone),
         max_num_seqs=sum(hello.max_num_seqs for hello in answering),
         source=None,
+    )
+
+
+def only_pages(request: Request, hello: Hello) -> Request:
+    """The request that computes the full pages of a prompt that leave a token to compute."""
+    tokens = request.prompt + request.output
+    whole = (len(tokens) - 1) // hello.block_size * hello.block_size
+    return Request(
+        id=request.id,
+        prompt=tokens[:whole],
+        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=0),
+        arrived_s=request.arrived_s,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
     )

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge
 
+from toque.handover import FETCH_STAGES
 from toque.metrics.histogram import Histogram
-from toque.types import FleetReport, Transfers
+from toque.types import Fetched, FleetReport, Transfers
 
 FATES = ("moved", "failed", "missing", "cached")
 
@@ -27,10 +28,14 @@ class FleetNumbers:
         self._seconds = histograms["kv_transfer_seconds"]
         self._restarts: dict[int, int] = {}  # by engine
         self._seen = Transfers()
+        self._bytes = histograms["kv_transfer_size_bytes"]
+        self._pages = histograms["kv_transfer_size_pages"]
         for fate in FATES:
             counters["kv_transfer_pages"].labels(fate)
+        for stage in FETCH_STAGES:
+            gauges["num_requests_kv_fetch_by_stage"].labels(stage)
 
-    def report(self, report: FleetReport) -> None:
+    def report(self, report: FleetReport, block_size: int) -> None:
         for engine in report.engines:
             labels = (str(engine.index), engine.role)
             self._gauges["engine_up"].labels(*labels).set(engine.alive)
@@ -45,5 +50,19 @@ class FleetNumbers:
         for fate in FATES:
             grown = getattr(now, f"{fate}_pages") - getattr(seen, f"{fate}_pages")
             self._counters["kv_transfer_pages"].labels(fate).inc(grown)
+        for stage in FETCH_STAGES:
+            waiting = report.stages.get(stage, 0)
+            self._gauges["num_requests_kv_fetch_by_stage"].labels(stage).set(waiting)
         if report.last is not None:
-            self._seconds.observe(report.last.seconds)
+            self._fetched(report.last, block_size)
+
+    def _fetched(self, fetched: Fetched, block_size: int) -> None:
+        self._seconds.observe(fetched.seconds)
+        self._bytes.observe(fetched.moved_bytes)
+        self._pages.observe(fetched.moved_pages)
+        asked_pages = fetched.moved_pages + fetched.missing_pages
+        self._counters["external_prefix_cache_queries"].inc(asked_pages * block_size)
+        self._counters["external_prefix_cache_hits"].inc(fetched.moved_pages * block_size)
+        self._counters["kv_failed_transfers"].inc(
+            bool(fetched.failed_pages or fetched.missing_pages)
+        )

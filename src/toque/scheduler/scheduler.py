@@ -13,6 +13,7 @@ Does not know: the order (policy.py), how a step is planned (planner.py), kernel
 
 from __future__ import annotations
 
+from toque.errors import NOT_NUMBERS
 from toque.memory.manager import CacheManager
 from toque.scheduler.cost import StepCost
 from toque.scheduler.door import Door
@@ -142,6 +143,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence, outcome = self._rows.running[chunk.row], sampled.get(chunk.row)
             if outcome is not None and outcome.error is not None:
+                self._totals.corrupted += outcome.error == NOT_NUMBERS
                 events.append(
                     self._finish(sequence, FinishReason.ERROR, now_s, error=outcome.error)
                 )
