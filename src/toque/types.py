@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from toque.handover import (
+    FETCH_STAGES,
     EngineState,
     Fetched,
     FleetReport,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     pass
 
 __all__ = (  # beside what is defined here
+    "FETCH_STAGES",
     "Branch",
     "Counters",
     "EngineState",

@@ -16,7 +16,14 @@ from toque.memory.manager import CacheManager
 from toque.scheduler.cost import StepCost
 from toque.scheduler.scheduler import Scheduler
 from toque.scheduler.step import Draft, Limits
-from toque.types import Finished, FinishReason, Request, Slo, Tokens
+from toque.types import (
+    Finished,
+    FinishReason,
+    Request,
+    Slo,
+    Tokens,
+    WaitReason,
+)
 
 
 @dataclass
@@ -283,6 +290,21 @@ def test_a_sequence_that_comes_back_sends_its_tokens_again() -> None:
     engine.drain()
     assert engine.tokens["old"] == expected_tokens(old, 40)
     assert engine.tokens["young"] == expected_tokens(young, 40)
+
+
+def test_who_is_behind_others_waits_for_them_and_not_for_a_step() -> None:
+    """With one row: the first in line waits for it, all others for those before them, however long
+    the line is; a step's end is what whoever comes during one waits for, and no longer."""
+    engine = Engine(Sizes(rows=1))
+    for number in range(200):
+        engine.add(request(f"r{number}", [1, 2, 3], max_tokens=3))
+    for _ in range(2):
+        engine.step()
+    waiting = engine.scheduler.load(0.0).waiting_by_reason
+    assert waiting == {WaitReason.ROWS: 1, WaitReason.BEHIND: 198}
+    for number in (1, 2, 63, 64, 65, 199):
+        notes = engine.scheduler.timeline(f"r{number}").notes
+        assert all(note.reason != WaitReason.STEP or note.until_s == note.at_s for note in notes)
 
 
 def test_what_another_engine_computed_for_a_request_is_no_hit() -> None:

@@ -23,6 +23,11 @@ WHERE = """(() => {
 })()"""
 
 
+OVERLAPPING = """[...document.querySelectorAll('#queue .lane')].filter((lane) =>
+    lane.querySelector('.why').getBoundingClientRect().right >
+    lane.querySelector('.count').getBoundingClientRect().left).length"""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with chromium() as browser:
@@ -84,6 +89,9 @@ def test_lanes_pages_and_steps_are_drawn_under_load(browser: Any, live: Live) ->
         visit.wait("document.querySelectorAll('#tree rect').length >= 1")
         visit.wait("document.getElementById('n-held').textContent !== '0'")
         assert visit.too_wide_px() <= 0
+        visit.page.set_viewport_size(PHONE)
+        visit.wait("document.querySelectorAll('#queue .lane .why').length >= 1")
+        assert visit.page.evaluate(OVERLAPPING) == 0 and visit.too_wide_px() <= 0
     finally:
         done.set()
         thread.join()

@@ -33,8 +33,8 @@ from toque.disagg.members import (
 )
 from toque.disagg.routing import chain, choose
 from toque.errors import EngineError
-from toque.handover import FETCH_STAGES
 from toque.types import (
+    FETCH_STAGES,
     Abort,
     EngineFailed,
     EngineState,

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge
 
-from toque.handover import FETCH_STAGES
 from toque.metrics.histogram import Histogram
-from toque.types import Fetched, FleetReport, Transfers
+from toque.types import FETCH_STAGES, Fetched, FleetReport, Transfers
 
 FATES = ("moved", "failed", "missing", "cached")
 

@@ -18,7 +18,7 @@ from toque.memory.manager import CacheManager
 from toque.scheduler.cost import StepCost
 from toque.scheduler.door import Door
 from toque.scheduler.look import load_of, snapshot
-from toque.scheduler.planner import Planner
+from toque.scheduler.planner import WINDOW, Planner
 from toque.scheduler.policy import Policy
 from toque.scheduler.queue import Queue
 from toque.scheduler.rows import Rows
@@ -41,6 +41,7 @@ from toque.types import (
     StepResult,
     Timeline,
     Tokens,
+    WaitReason,
 )
 
 
@@ -74,6 +75,8 @@ class Scheduler:
         self._totals.downgraded += sequence.downgraded
         self._arrivals += 1
         self._sequences[request.id] = sequence
+        if len(self._queue) >= WINDOW:  # no plan looks that far back
+            sequence.diary.wait(WaitReason.BEHIND, now_s)
         self._queue.push(sequence)
         return None
 
