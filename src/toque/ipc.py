@@ -14,7 +14,7 @@ import select
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -118,10 +118,11 @@ class _InProcessEngineEnd:
     def close(self) -> None: ...
 
 
-def socket_of(kind: int) -> zmq.Socket[bytes]:
-    """High-water marks are off: a full queue would block the engine or drop a message. What bounds
+def prepared(socket: Any) -> Any:
+    """A socket of either kind, plain or of asyncio, with what all of ours have in common.
+
+    High-water marks are off: a full queue would block the engine or drop a message. What bounds
     memory is that serve always reads and cuts off clients that do not."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 500)  # ms for the last words of an engine that ends
     socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms between looks whether the other end is there
@@ -131,7 +132,7 @@ def socket_of(kind: int) -> zmq.Socket[bytes]:
 def _socket(kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
     """Who sends connects and who receives binds: ZeroMQ keeps what is sent over a connection that
     is still to come, and refuses it on a bound socket that nobody has reached yet."""
-    socket = socket_of(kind)
+    socket: zmq.Socket[bytes] = prepared(zmq.Context.instance().socket(kind))
     if bind:
         socket.bind(address)
     else:
@@ -217,8 +218,7 @@ class ZmqServeEnd:
         frozen_after_s: float | None = None,
     ) -> None:
         self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/to-engine", bind=False)
-        self._inbox = zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL)
-        self._inbox.set_hwm(0)
+        self._inbox = prepared(zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL))
         self._exit = engine_exit
         self._monitor: asyncio.Task[None] | None = None
         if frozen_after_s is not None:
