@@ -220,17 +220,18 @@ class ZmqServeEnd:
         self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/to-engine", bind=False)
         self._inbox = prepared(zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL))
         self._exit = engine_exit
-        self._monitor: asyncio.Task[None] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._watching: asyncio.Task[None] | None = None
         if frozen_after_s is not None:
             self._inbox.setsockopt(zmq.HEARTBEAT_IVL, int(frozen_after_s * 250))
             self._inbox.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(frozen_after_s * 1000))
-            self._monitor = asyncio.ensure_future(self._watch(frozen_after_s))
+            self._monitor = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._watching = asyncio.ensure_future(self._watch(self._monitor, frozen_after_s))
         self._inbox.bind(f"ipc://{folder}/from-engine")
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._encoder = msgspec.msgpack.Encoder()
 
-    async def _watch(self, frozen_after_s: float) -> None:
-        monitor = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    async def _watch(self, monitor: zmq.Socket[bytes], frozen_after_s: float) -> None:
         await zmq.asyncio.Socket.from_socket(monitor).recv_multipart()
         await asyncio.wait((self._exit,), timeout=LAST_WORDS_S)
         if not self._exit.done():
@@ -245,8 +246,9 @@ class ZmqServeEnd:
         return self._decoder.decode(await next_word(self._inbox, self._exit))
 
     def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.cancel()
+        if self._monitor is not None and self._watching is not None:
+            self._watching.cancel()
             self._inbox.disable_monitor()
+            self._monitor.close(0)
         self._outbox.close()
         self._inbox.close()

@@ -78,8 +78,8 @@ class RemotePort:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silent_s * 1000))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
-        monitor = self._socket.get_monitor_socket(WATCHED)
-        self._tasks = [asyncio.ensure_future(self._watch(zmq.asyncio.Socket.from_socket(monitor)))]
+        self._monitor = self._socket.get_monitor_socket(WATCHED)
+        self._tasks = [asyncio.ensure_future(self._watch())]
         self._socket.connect(f"tcp://{address}")
         self._join()
 
@@ -114,6 +114,7 @@ class RemotePort:
         for task in self._tasks:
             task.cancel()
         self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
 
     # ----------------------------------------------------------------------------- the connection
@@ -137,10 +138,11 @@ class RemotePort:
             await asyncio.sleep(PING_S)
             self._say(Ping(now_s=self._clock()))
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+    async def _watch(self) -> None:
         """Completes `gone` when the connection is lost, or never came to be for want of the secret.
         A host that does not listen yet is waited for: an engine may start later than its server."""
         known, waiting = False, False
+        monitor = zmq.asyncio.Socket.from_socket(self._monitor)
         with monitor:
             while True:  # to the end: an event that nobody takes would block ZeroMQ's thread
                 event = zmq.utils.monitor.parse_monitor_message(await monitor.recv_multipart())
