@@ -23,7 +23,7 @@ from msgspec import structs
 from toque import __version__
 from toque.disagg.session import SILENT_S, Busy, Join, Ping, Pong, ToRemote, keys
 from toque.errors import ConfigError
-from toque.ipc import Inbox, socket_of
+from toque.ipc import Inbox, prepared
 from toque.telemetry import minus
 from toque.types import (
     Abort,
@@ -59,7 +59,7 @@ class ListeningEnd:
         silent_s: float = SILENT_S,
     ) -> None:
         """Raises ConfigError when the address cannot be had. Port 0: any free one."""
-        self._socket = socket_of(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = prepared(zmq.Context.instance().socket(zmq.ROUTER))
         keys(secret, engine=True).put_on(self._socket, engine=True)
         # Notices that a server's host is gone, and answers when it asks the same about us.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(silent_s * 250))

@@ -75,7 +75,7 @@ class Keys:
     secret: bytes
     other: bytes
 
-    def put_on(self, socket: zmq.Socket[bytes], *, engine: bool) -> None:
+    def put_on(self, socket: zmq.Socket[Any], *, engine: bool) -> None:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         if engine:

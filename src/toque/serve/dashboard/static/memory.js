@@ -44,8 +44,8 @@ export class Memory {
   }
 
   counts(load, board) {
-    const shared = board ? Math.min(board.shared, load.held_pages) : 0;
-    setText($("n-held"), count(load.held_pages - shared));
+    const shared = board ? board.shared : 0; // of a moment beside that of the load
+    setText($("n-held"), count(Math.max(0, load.held_pages - shared)));
     setText($("n-shared"), board ? count(shared) : "–");
     setText($("n-cached"), count(load.cached_pages));
     setText($("n-free"), count(load.free_pages));
