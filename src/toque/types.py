@@ -19,6 +19,8 @@ from toque.handover import (
     EngineState,
     Fetched,
     FleetReport,
+    Kept,
+    PageFault,
     PageRef,
     PagesReady,
     Release,
@@ -59,11 +61,13 @@ __all__ = (  # beside what is defined here
     "FleetReport",
     "Grammar",
     "GrammarKind",
+    "Kept",
     "Lane",
     "Load",
     "ModelSpec",
     "Note",
     "NoteKind",
+    "PageFault",
     "PageRef",
     "PagesReady",
     "Pooling",
@@ -315,6 +319,7 @@ FromEngine = (
     | EngineFailed
     | PagesReady
     | Fetched
+    | Kept
     | FleetReport
 )
 

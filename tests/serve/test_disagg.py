@@ -100,7 +100,7 @@ def test_the_same_tokens_as_one_engine(fleet: Live, expected: list[list[int]]) -
     assert ask_together(fleet, bodies()) == expected
     if fleet.metric("toque_engine_up", role="prefill"):
         assert fleet.metric("toque_kv_transfer_pages_total", fate="moved") > 0
-        assert fleet.metric("toque_kv_transfer_pages_total", fate="failed") == 0
+        assert fleet.metric("toque_kv_transfer_failed_pages_total") == 0
     fleet.wait_idle()
 
 

@@ -265,7 +265,7 @@ def test_a_lease_keeps_pages_and_ends() -> None:
     source.exporter.expire(29.0)
     assert source.cache.held_pages == 4
     source.exporter.expire(31.0)
-    assert source.cache.held_pages == 0 and source.exporter.expired == 1
+    assert source.cache.held_pages == 0 and source.exporter.kept(31.0).expired == 1
     source.exporter.release("a")
     source.exporter.release("never")
     source.cache.check()

@@ -22,6 +22,7 @@ from toque.types import (
     Event,
     Finished,
     FinishReason,
+    Kept,
     PageRef,
     PagesReady,
     Prefill,
@@ -37,6 +38,12 @@ class _Prefill:
     refs: list[PageRef] = field(default_factory=list)  # announced so far, in order of position
 
 
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    began_s: float
+    end_s: float
+
+
 class Exporter:
     """Called from the engine's loop, between steps."""
 
@@ -44,16 +51,18 @@ class Exporter:
         self._cache = cache
         self._pool = pool
         self._running: dict[str, _Prefill] = {}
-        self._leases: dict[str, float] = {}  # id -> when it ends
-        self.expired = 0  # leases that nobody released in time
+        self._leases: dict[str, _Lease] = {}
+        self._released = self._expired = 0
 
-    @property
-    def leased(self) -> int:
-        return len(self._leases)
-
-    def oldest_end_s(self) -> float | None:
-        """When the next lease ends."""
-        return min(self._leases.values(), default=None)
+    def kept(self, now_s: float) -> Kept:
+        """In numbers; of what comes from elsewhere it knows nothing."""
+        oldest_s = min((lease.began_s for lease in self._leases.values()), default=now_s)
+        return Kept(
+            leases=len(self._leases),
+            oldest_lease_s=now_s - oldest_s,
+            released=self._released,
+            expired=self._expired,
+        )
 
     def begin(self, order: Prefill) -> Request:
         """The request that the engine is to run: it reads its prompt, and that is all."""
@@ -63,14 +72,19 @@ class Exporter:
     def release(self, request_id: str) -> None:
         """The pages are no longer wanted: cached from now on, evicted when others need them.
         A lease that has ended already, or never began, is no error: the two crossed."""
-        if self._leases.pop(request_id, None) is not None:
-            self._cache.release(_key(request_id))
+        if request_id in self._leases:
+            self._end(request_id)
+            self._released += 1
 
     def expire(self, now_s: float) -> None:
         """End the leases whose time is over."""
-        for request_id in [i for i, end_s in self._leases.items() if end_s <= now_s]:
-            self.expired += 1
-            self.release(request_id)
+        for request_id in [i for i, lease in self._leases.items() if lease.end_s <= now_s]:
+            self._end(request_id)
+            self._expired += 1
+
+    def _end(self, request_id: str) -> None:
+        del self._leases[request_id]
+        self._cache.release(_key(request_id))
 
     def after_step(self, events: tuple[Event, ...], now_s: float) -> list[PagesReady]:
         """What can be read since the last call. `events` are those of the step just committed."""
@@ -109,7 +123,7 @@ class Exporter:
         tokens = (*request.prompt, 0)  # a match leaves at least one token to compute
         match = self._cache.match(tokens, request.cache_salt)
         self._cache.admit(_key(request.id), tokens, request.cache_salt, match, guest=True)
-        self._leases[request.id] = now_s + prefill.lease_s
+        self._leases[request.id] = _Lease(now_s, now_s + prefill.lease_s)
         known = {ref.page: ref for ref in prefill.refs}
         refs = tuple(self._kept(page, known) for page in match.pages)
         return PagesReady(id=request.id, first=0, pages=refs, last=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from msgspec import structs
@@ -45,6 +46,7 @@ from toque.types import (
     FromEngine,
     Heartbeat,
     Hello,
+    Kept,
     Look,
     PagesReady,
     Prefill,
@@ -256,6 +258,8 @@ class Fleet:
                 self._pages(member, message)
             case Fetched():
                 self._fetched(member, message)
+            case Kept():
+                member.keeps(message, self._clock())
             case Hello():
                 self._welcome(member, message)
             case Heartbeat() | Timeline() | Snapshot():
@@ -301,8 +305,9 @@ class Fleet:
         self._transfers = Transfers(
             moved_pages=t.moved_pages + fetched.moved_pages,
             moved_bytes=t.moved_bytes + fetched.moved_bytes,
-            failed_pages=t.failed_pages + fetched.failed_pages,
             missing_pages=t.missing_pages + fetched.missing_pages,
+            failed=dict(Counter(t.failed) + Counter(fetched.failed)),
+            timed_out=t.timed_out + fetched.timed_out,
             cached_pages=t.cached_pages + fetched.cached_pages,
             fetches=t.fetches + 1,
             moves=t.moves,
@@ -361,6 +366,7 @@ class Fleet:
                 restarts=member.restarts,
                 open_requests=member.open_requests,
                 load=member.load,
+                kept=member.kept(self._clock()),
             )
             for member in self._members
         )

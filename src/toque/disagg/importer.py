@@ -18,6 +18,7 @@ buffers of their own; one that comes too late for its fetch is dropped, not copi
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,7 +28,16 @@ import numpy as np
 
 from toque.disagg.transport import Bytes, Peer, PoolView, TransferError, verified
 from toque.memory.manager import CacheManager
-from toque.types import Fetch, Fetched, PageRef, PagesReady, Request, Source, TokenId
+from toque.types import (
+    Fetch,
+    Fetched,
+    PageFault,
+    PageRef,
+    PagesReady,
+    Request,
+    Source,
+    TokenId,
+)
 
 Connect = Callable[[Source], Peer]
 PULLERS = 2  # pulls at a time
@@ -44,7 +54,7 @@ class _Fetch:
     opened: bool = False
     arrived: dict[int, Bytes] = field(default_factory=dict)  # by index: verified, not in order yet
     asked: set[int] = field(default_factory=set)  # indices that a pull is under way for
-    failed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # PageFault -> pages
     pulls: int = 0  # under way
     complete: bool = False  # the source has said that there is no more
     last: tuple[PageRef, ...] = ()  # all that the source keeps
@@ -78,6 +88,7 @@ class _Pulled:
     indices: tuple[int, ...]
     rows: dict[int, Bytes]
     transport: str
+    fault: PageFault  # of those that are not among the rows
 
 
 class Importer:
@@ -99,6 +110,7 @@ class Importer:
         self._pulled: SimpleQueue[_Pulled] = SimpleQueue()
         self._pullers: list[_Puller] = [_Puller(connect) for _ in range(PULLERS)]
         self._next_puller = 0
+        self.discarded_pages = 0  # came for a fetch that was over
 
     @property
     def busy(self) -> bool:
@@ -220,11 +232,13 @@ class Importer:
             fetch = self._fetches.get(pulled.id)
             if fetch is not None and fetch.began_s == pulled.began_s:
                 self._arrive(fetch, pulled)
+            else:
+                self.discarded_pages += len(pulled.rows)
 
     def _arrive(self, fetch: _Fetch, pulled: _Pulled) -> None:
         fetch.pulls -= 1
         fetch.asked.difference_update(pulled.indices)
-        fetch.failed += len(pulled.indices) - len(pulled.rows)
+        fetch.failed[pulled.fault] += len(pulled.indices) - len(pulled.rows)
         fetch.arrived.update(pulled.rows)
         fetch.transport = pulled.transport or fetch.transport
         pages = self._cache.pages_of(fetch.key)
@@ -236,16 +250,19 @@ class Importer:
             self._cache.commit(fetch.key, fetch.tokens, fetch.done * self._cache.block_size)
 
     def _told(self, fetch: _Fetch) -> Fetched:
-        moved = fetch.done - fetch.cached
+        moved, now_s = fetch.done - fetch.cached, self._clock()
+        fetch.failed[PageFault.LATE] += len(fetch.asked)  # whatever comes of these pulls
         return Fetched(
             id=fetch.id,
             cached_pages=fetch.cached,
             moved_pages=moved,
-            failed_pages=fetch.failed,
             missing_pages=fetch.wanted - fetch.done,
+            failed={fault: pages for fault, pages in fetch.failed.items() if pages},
             moved_bytes=moved * self._pool.page_bytes,
-            seconds=self._clock() - fetch.began_s,
+            seconds=now_s - fetch.began_s,
+            ended_s=now_s,
             transport=fetch.transport,
+            timed_out=fetch.done < fetch.wanted and now_s >= fetch.deadline_s,
         )
 
     def _close(self, fetch: _Fetch) -> None:
@@ -284,19 +301,20 @@ class _Puller:
         to: Importer,
     ) -> None:
         rows: dict[int, Bytes] = {}
-        name = ""
+        name, fault = "", PageFault.LOST
         try:
             peer = self._peer(source)
             name = peer.name
             data = np.empty((len(refs), source.page_bytes), dtype=np.uint8)
             peer.pull(refs, data, deadline_s)
             peer.fence()
-            good = verified(refs, data)
+            fault, good = PageFault.CORRUPT, verified(refs, data)
             rows = {i: row for i, row, fine in zip(indices, data, good, strict=True) if fine}
-        except TransferError:
+        except TransferError as error:
+            fault = error.fault
             self._forget(source)
         finally:
-            to.bring(_Pulled(request_id, began_s, indices, rows, name))
+            to.bring(_Pulled(request_id, began_s, indices, rows, name, fault))
 
     def _peer(self, source: Source) -> Peer:
         if source.engine not in self._peers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from msgspec import structs
 
@@ -20,6 +20,7 @@ from toque.types import (
     Finished,
     FinishReason,
     Hello,
+    Kept,
     Load,
     Request,
     StepReport,
@@ -114,6 +115,9 @@ class Member:
         self.restarts = 0
         self._counters = Counters()  # of this start
         self._before = Counters()  # of the starts before
+        self._kept = Kept()  # of this start …
+        self._kept_at_s = 0.0  # … as it was then
+        self._kept_before = Kept()
         self._index = PrefixIndex()
         self._waiting: dict[str, int] = {}  # id -> tokens to compute before its first token
         self._prompts: dict[str, int] = {}  # the same for prompts computed for others
@@ -130,6 +134,13 @@ class Member:
     @property
     def counters(self) -> Counters:
         return _add(self._before, self._counters)
+
+    def kept(self, now_s: float) -> Kept:
+        """Over all starts; ages go on while the engine says nothing."""
+        now = self._kept
+        age_s = now.oldest_lease_s + now_s - self._kept_at_s if now.leases else 0.0
+        before = structs.replace(self._kept_before, leases=0, oldest_lease_s=0.0)
+        return structs.replace(_add(before, now), oldest_lease_s=age_s)
 
     def send(self, message: ToEngine) -> None:
         if self.port is not None:
@@ -185,10 +196,14 @@ class Member:
         self.load = report.load
         self._counters = report.counters
 
+    def keeps(self, kept: Kept, now_s: float) -> None:
+        self._kept, self._kept_at_s = kept, now_s
+
     def lose(self) -> ServePort | None:
         """The engine is gone; returns the port that led to it."""
         port, self.port, self.hello, self.load = self.port, None, None, Load()
         self._before, self._counters = self.counters, Counters()
+        self._kept_before, self._kept = _add(self._kept_before, self._kept), Kept()
         self._index.clear()
         self._waiting.clear()
         self._prompts.clear()
@@ -197,9 +212,12 @@ class Member:
         return port
 
 
-def _add(a: Counters, b: Counters) -> Counters:
-    names = Counters.__struct_fields__
-    return Counters(**{name: getattr(a, name) + getattr(b, name) for name in names})
+Totals = TypeVar("Totals", Counters, Kept)
+
+
+def _add(a: Totals, b: Totals) -> Totals:
+    names = a.__struct_fields__
+    return type(a)(**{name: getattr(a, name) + getattr(b, name) for name in names})
 
 
 def merged_counters(members: Sequence[Member]) -> Counters:

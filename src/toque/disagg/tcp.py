@@ -31,7 +31,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from toque.disagg.transport import Bytes, PoolView, TransferError
-from toque.types import PageRef
+from toque.types import PageFault, PageRef
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class TcpPeer:
                 )
         except (OSError, TransferError) as error:
             self.close()  # what is still under way would be taken for the next pull's answer
-            raise TransferError(f"the pages did not come: {error}") from error
+            raise TransferError(f"the pages did not come: {error}", _fault(error)) from error
 
     def _connect(self, deadline_s: float) -> socket.socket:
         timeout_s = min(CONNECT_S, _left_s(deadline_s))
@@ -193,7 +193,9 @@ class TcpPeer:
         for ref, row in zip(refs, out, strict=True):
             connection.settimeout(_left_s(deadline_s))
             if receive(connection, 1) != HERE:
-                raise TransferError(f"page {ref.page} is used for something else by now")
+                raise TransferError(
+                    f"page {ref.page} is used for something else by now", PageFault.STALE
+                )
             view = memoryview(row.data).cast("B")
             while view:  # a peer that sends a byte a second is late all the same
                 connection.settimeout(_left_s(deadline_s))
@@ -211,8 +213,14 @@ class TcpPeer:
             self._connection = None
 
 
+def _fault(error: OSError | TransferError) -> PageFault:
+    if isinstance(error, TransferError):
+        return error.fault
+    return PageFault.LATE if isinstance(error, TimeoutError) else PageFault.LOST
+
+
 def _left_s(deadline_s: float) -> float:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TransferError("the deadline has passed")
+        raise TransferError("the deadline has passed", PageFault.LATE)
     return left_s

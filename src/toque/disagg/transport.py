@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toque.errors import ToqueError
-from toque.types import PageRef
+from toque.types import PageFault, PageRef
 
 Bytes = NDArray[np.uint8]
 CHECKSUM_BYTES = 16
@@ -29,6 +29,10 @@ CHECKSUM_BYTES = 16
 
 class TransferError(ToqueError):
     """A pull did not bring its pages. The sentence says why; the caller computes them instead."""
+
+    def __init__(self, message: str, fault: PageFault = PageFault.LOST) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,8 @@ class Peer(Protocol):
 
 class Listener(Protocol):
     """A pool of ours that peers may read."""
+
+    rejected: int  # connections that did not know the secret or sent nonsense
 
     @property
     def address(self) -> str:

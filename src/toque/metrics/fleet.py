@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from prometheus_client import Counter, Gauge
 
 from toque.metrics.histogram import Histogram
-from toque.types import FleetReport, Transfers
+from toque.types import FleetReport, Kept, PageFault, Transfers
 
-FATES = ("moved", "failed", "missing", "cached")
+FATES = ("moved", "missing", "cached")
 
 
 class FleetNumbers:
@@ -26,9 +26,12 @@ class FleetNumbers:
         self._gauges = gauges
         self._seconds = histograms["kv_transfer_seconds"]
         self._restarts: dict[int, int] = {}  # by engine
+        self._kept: dict[int, Kept] = {}  # by engine
         self._seen = Transfers()
         for fate in FATES:
             counters["kv_transfer_pages"].labels(fate)
+        for fault in PageFault:
+            counters["kv_transfer_failed_pages"].labels(fault)
 
     def report(self, report: FleetReport) -> None:
         for engine in report.engines:
@@ -39,11 +42,29 @@ class FleetNumbers:
             restarts = engine.restarts - self._restarts.get(engine.index, 0)
             self._restarts[engine.index] = engine.restarts
             self._counters["engine_restarts"].labels(*labels).inc(restarts)
+            self._keeps(engine.index, labels, engine.kept)
         now, seen, self._seen = report.transfers, self._seen, report.transfers
         self._counters["moved_requests"].inc(now.moves - seen.moves)
         self._counters["kv_transfer_bytes"].inc(now.moved_bytes - seen.moved_bytes)
         for fate in FATES:
             grown = getattr(now, f"{fate}_pages") - getattr(seen, f"{fate}_pages")
             self._counters["kv_transfer_pages"].labels(fate).inc(grown)
+        self._counters["kv_transfer_timeouts"].inc(now.timed_out - seen.timed_out)
+        for fault in PageFault:
+            grown = now.failed.get(fault, 0) - seen.failed.get(fault, 0)
+            self._counters["kv_transfer_failed_pages"].labels(fault).inc(grown)
         if report.last is not None:
             self._seconds.observe(report.last.seconds)
+
+    def _keeps(self, index: int, labels: tuple[str, str], kept: Kept) -> None:
+        """What an engine keeps for others; its totals never decrease."""
+        seen, self._kept[index] = self._kept.get(index, Kept()), kept
+        self._gauges["engine_leases"].labels(*labels).set(kept.leases)
+        self._gauges["engine_oldest_lease_seconds"].labels(*labels).set(kept.oldest_lease_s)
+        ended = self._counters["engine_leases_ended"]
+        ended.labels(*labels, "released").inc(kept.released - seen.released)
+        ended.labels(*labels, "expired").inc(kept.expired - seen.expired)
+        discarded = kept.discarded_pages - seen.discarded_pages
+        self._counters["kv_transfer_discarded_pages"].inc(discarded)
+        rejected = kept.rejected_peers - seen.rejected_peers
+        self._counters["engine_rejected_peers"].labels(*labels).inc(rejected)

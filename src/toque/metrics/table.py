@@ -202,7 +202,32 @@ SERVER = (
     gauge("engine_held_pages", "Pages that an engine's requests hold.", "engine", "role"),
     counter("engine_restarts", "Engines that were started again.", "engine", "role"),
     counter("moved_requests", "Requests that went on at another engine."),
-    counter("kv_transfer_pages", "Pages of prompts handed over, by fate.", "fate"),
+    gauge("engine_leases", "Prompts whose pages it keeps for others.", "engine", "role"),
+    gauge("engine_oldest_lease_seconds", "Age of the oldest of these.", "engine", "role"),
+    counter(
+        "engine_leases_ended",
+        "These when they end: released by the reader, or expired because it did not.",
+        *("engine", "role", "end"),
+    ),
+    counter(
+        "engine_rejected_peers",
+        "Connections for pages without the secret, or with nonsense.",
+        *("engine", "role"),
+    ),
+    counter(
+        "kv_transfer_pages",
+        "Pages of prompts handed over: moved, cached (no need to), missing (computed again).",
+        "fate",
+    ),
+    counter(
+        "kv_transfer_failed_pages",
+        "Pages that were asked for and not used: corrupt, stale, late or lost; each try counts.",
+        "cause",
+    ),
+    counter("kv_transfer_timeouts", "Hand-overs that were not complete at their deadline."),
+    counter(
+        "kv_transfer_discarded_pages", "Pages that came when their hand-over was over already."
+    ),
     counter("kv_transfer_bytes", "Bytes of pages that travelled between engines."),
     spread(
         "kv_transfer_seconds",
