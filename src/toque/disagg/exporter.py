@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from toque.disagg.names import page_names
 from toque.disagg.transport import PoolView
 from toque.memory.manager import CacheManager
 from toque.types import (
@@ -35,6 +36,7 @@ from toque.types import (
 class _Prefill:
     request: Request
     lease_s: float
+    names: list[bytes]  # of its full pages
     refs: list[PageRef] = field(default_factory=list)  # announced so far, in order of position
 
 
@@ -66,8 +68,10 @@ class Exporter:
 
     def begin(self, order: Prefill) -> Request:
         """The request that the engine is to run: it reads its prompt, and that is all."""
-        self._running[order.request.id] = _Prefill(order.request, order.lease_s)
-        return order.request
+        request = order.request
+        names = page_names(request.prompt, request.cache_salt, self._cache.block_size)
+        self._running[request.id] = _Prefill(request, order.lease_s, names)
+        return request
 
     def release(self, request_id: str) -> None:
         """The pages are no longer wanted: cached from now on, evicted when others need them.
@@ -113,7 +117,8 @@ class Exporter:
         first = len(prefill.refs)
         if len(pages) <= first:
             return None
-        prefill.refs += [self._pool.reference(page) for page in pages[first:]]
+        fresh = zip(pages[first:], prefill.names[first:], strict=False)  # a full page has a name
+        prefill.refs += [self._pool.reference(page, name) for page, name in fresh]
         return PagesReady(id=prefill.request.id, first=first, pages=tuple(prefill.refs[first:]))
 
     def _lease(self, prefill: _Prefill, now_s: float) -> PagesReady:
@@ -125,15 +130,16 @@ class Exporter:
         self._cache.admit(_key(request.id), tokens, request.cache_salt, match, guest=True)
         self._leases[request.id] = _Lease(now_s, now_s + prefill.lease_s)
         known = {ref.page: ref for ref in prefill.refs}
-        refs = tuple(self._kept(page, known) for page in match.pages)
+        kept = zip(match.pages, prefill.names, strict=False)
+        refs = tuple(self._kept(page, name, known) for page, name in kept)
         return PagesReady(id=request.id, first=0, pages=refs, last=True)
 
-    def _kept(self, page: int, known: dict[int, PageRef]) -> PageRef:
+    def _kept(self, page: int, name: bytes, known: dict[int, PageRef]) -> PageRef:
         """The reference announced before, if it is still of the same use of the page."""
         ref = known.get(page)
         if ref is not None and ref.epoch == self._cache.epoch(page):
             return ref
-        return self._pool.reference(page)
+        return self._pool.reference(page, name)
 
 
 def _key(request_id: str) -> str:

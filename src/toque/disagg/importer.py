@@ -26,6 +26,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from toque.disagg.names import page_names
 from toque.disagg.transport import Bytes, Peer, PoolView, TransferError, verified
 from toque.memory.manager import CacheManager
 from toque.types import (
@@ -48,7 +49,7 @@ BATCH_PAGES = 64  # of one pull: what is verified and usable at a time
 class _Fetch:
     order: Fetch
     began_s: float
-    wanted: int  # pages of the prompt: all full ones that leave a token to compute
+    names: list[bytes]  # of the pages wanted: all full ones that leave a token to compute
     cached: int = 0  # of these, here when it was opened
     done: int = 0  # in the tree, cached ones included
     opened: bool = False
@@ -69,6 +70,10 @@ class _Fetch:
     def tokens(self) -> tuple[TokenId, ...]:
         """All that are known: a request that moves brings output along."""
         return self.order.request.prompt + self.order.request.output
+
+    @property
+    def wanted(self) -> int:
+        return len(self.names)
 
     @property
     def key(self) -> str:
@@ -118,9 +123,10 @@ class Importer:
         return bool(self._fetches)
 
     def begin(self, order: Fetch) -> None:
-        known_tokens = len(order.request.prompt) + len(order.request.output)
-        wanted = max(0, known_tokens - 1) // self._cache.block_size
-        fetch = _Fetch(order, self._clock(), wanted)
+        request = order.request
+        tokens = (request.prompt + request.output)[:-1]
+        names = page_names(tokens, request.cache_salt, self._cache.block_size)
+        fetch = _Fetch(order, self._clock(), names)
         self._fetches[fetch.id] = fetch
         self._early[fetch.id] = []
 
@@ -288,7 +294,8 @@ class _Puller:
         self, fetch: _Fetch, indices: tuple[int, ...], refs: Sequence[PageRef], to: Importer
     ) -> Future[None]:
         order = (fetch.id, fetch.began_s, fetch.order.source, fetch.deadline_s)
-        return self._thread.submit(self._pull, *order, indices, refs, to)
+        names = [fetch.names[index] for index in indices]
+        return self._thread.submit(self._pull, *order, indices, refs, names, to)
 
     def _pull(
         self,
@@ -298,6 +305,7 @@ class _Puller:
         deadline_s: float,
         indices: tuple[int, ...],
         refs: Sequence[PageRef],
+        names: Sequence[bytes],
         to: Importer,
     ) -> None:
         rows: dict[int, Bytes] = {}
@@ -308,7 +316,7 @@ class _Puller:
             data = np.empty((len(refs), source.page_bytes), dtype=np.uint8)
             peer.pull(refs, data, deadline_s)
             peer.fence()
-            fault, good = PageFault.CORRUPT, verified(refs, data)
+            fault, good = PageFault.CORRUPT, verified(refs, data, names)
             rows = {i: row for i, row, fine in zip(indices, data, good, strict=True) if fine}
         except TransferError as error:
             fault = error.fault

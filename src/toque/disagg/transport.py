@@ -70,21 +70,28 @@ class PoolView:
             layer[page] = data[begin:end]
             begin = end
 
-    def reference(self, page: int) -> PageRef:
-        """What a page holds now, for others to ask for. O(page_bytes)."""
+    def reference(self, page: int, name: bytes = b"") -> PageRef:
+        """What a page holds now, for others to ask for, under the name of its tokens.
+        O(page_bytes)."""
         data = np.empty(self.page_bytes, dtype=np.uint8)
         self.gather(page, data)
-        return PageRef(page=page, epoch=int(self.epochs[page]), checksum=checksum(data))
+        return PageRef(page=page, epoch=int(self.epochs[page]), checksum=checksum(data, name))
 
 
-def checksum(data: Bytes) -> bytes:
-    """Of one page's bytes. BLAKE2b (RFC 7693): no two pages that differ will ever agree."""
-    return hashlib.blake2b(data.data, digest_size=CHECKSUM_BYTES).digest()
+def checksum(data: Bytes, name: bytes = b"") -> bytes:
+    """Of one page's bytes and the name of its tokens (names.py). BLAKE2b (RFC 7693), keyed: no two
+    pages that differ in either will ever agree."""
+    return hashlib.blake2b(data.data, key=name, digest_size=CHECKSUM_BYTES).digest()
 
 
-def verified(refs: Sequence[PageRef], data: Bytes) -> list[bool]:
-    """Which rows of `data`, [len(refs), page_bytes], are the pages that were meant."""
-    return [checksum(row) == ref.checksum for ref, row in zip(refs, data, strict=True)]
+def verified(refs: Sequence[PageRef], data: Bytes, names: Sequence[bytes] = ()) -> list[bool]:
+    """Which rows of `data`, [len(refs), page_bytes], are the pages that were meant, under the
+    names that the reader has for them."""
+    names = names or [b""] * len(refs)
+    return [
+        checksum(row, name) == ref.checksum
+        for ref, row, name in zip(refs, data, names, strict=True)
+    ]
 
 
 class Peer(Protocol):
