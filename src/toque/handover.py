@@ -48,8 +48,9 @@ class PageRef(Wire, frozen=True, kw_only=True):
 
 
 class PagesReady(Wire, frozen=True, kw_only=True):
-    """Pages first, first + 1, ... of a prefill's prompt can be read. `last`: there will be no
-    more; then `pages` are all of those that are kept, from the first one on."""
+    """Pages first, first + 1, ... of a prefill's prompt can be read. `id`: of the Prefill, and on
+    its way to who fetches them of the Fetch. `last`: there will be no more; then `pages` are all
+    of those that are kept, from the first one on."""
 
     id: str
     first: int

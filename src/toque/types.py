@@ -170,8 +170,8 @@ class Prefill(Wire, frozen=True, kw_only=True):
 
 
 class Fetch(Wire, frozen=True, kw_only=True):
-    """Serve this request; its prompt's pages are being computed at `source` under the same id.
-    What has not come `patience_s` from now is computed here."""
+    """Serve this request; its prompt's pages are being computed at `source`. What has not come
+    `patience_s` from now is computed here."""
 
     request: Request
     source: Source

@@ -30,6 +30,7 @@ from toque.metrics import Metrics
 from toque.serve.frontend import EngineClient
 from toque.types import (
     Event,
+    Fetch,
     Finished,
     FinishReason,
     FromEngine,
@@ -160,6 +161,8 @@ class TestEngine:
         self.role = role
         self.starts = 0
         self.frozen = False
+        self.pause_s = 0.0  # between two steps
+        self._stepped_s = 0.0
         self._hall = hall
         self._engine: Engine | None = None
 
@@ -184,7 +187,11 @@ class TestEngine:
             self._engine = None
 
     def step(self) -> bool:
-        return self._engine is not None and not self.frozen and self._engine.core.step()
+        now_s = time.monotonic()
+        if self._engine is None or self.frozen or now_s < self._stepped_s + self.pause_s:
+            return False
+        self._stepped_s = now_s
+        return self._engine.core.step()
 
     def kill(self) -> None:
         """As by signal 9: not a word more, and whatever it served over the network is gone."""
@@ -202,6 +209,8 @@ class TestEngine:
     # ------------------------------------------------------------------------------ messages
 
     def to_engine(self, message: ToEngine) -> list[ToEngine]:
+        if isinstance(message, Fetch):
+            self._hall.seen.fetching.add(message.request.id)
         if isinstance(message, PagesReady):
             self._hall.seen.first_page.add(message.id)
             if message.last:

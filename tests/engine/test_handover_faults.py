@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from tests.engine.handover import PATIENT_S, Answer, Faults, Hall, Model, request
+from tests.engine.handover import PATIENT_S, Answer, Faults, Hall, Model, TestEngine, request
 from toque.disagg.transport import Bytes, Peer, TransferError
 from toque.types import PageRef, PagesReady
 
 TRANSPORTS = ("shm", "tcp")
 TOGETHER = 20
+Expected = Callable[[int], dict[str, list[int]]]
 SIZES = [TOGETHER, pytest.param(500, marks=pytest.mark.long)]
 
 
@@ -31,7 +32,7 @@ def model(tiny_config: Path) -> Model:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Model) -> Callable[[int], dict[str, list[int]]]:
+def expected(model: Model) -> Expected:
     known: dict[str, list[int]] = {}
 
     def answers(count: int) -> dict[str, list[int]]:
@@ -42,18 +43,30 @@ def expected(model: Model) -> Callable[[int], dict[str, list[int]]]:
     return answers
 
 
-async def ask_all(hall: Hall, count: int) -> dict[str, Answer]:
-    """TOGETHER at a time."""
+async def ask_all(
+    hall: Hall, count: int, leave: Callable[[str], bool] = lambda name: False
+) -> dict[str, Answer]:
+    """TOGETHER at a time. `leave`: whether the client of this request leaves now."""
     answers: dict[str, Answer] = {}
     gate = asyncio.Semaphore(TOGETHER)
 
     async def one(number: int) -> None:
         async with gate:
             asked = request(number)
-            answers[asked.id] = await asyncio.wait_for(hall.ask(asked), PATIENT_S)
+            answers[asked.id] = await asyncio.wait_for(
+                hall.ask(asked, lambda: leave(asked.id)), PATIENT_S
+            )
 
     await asyncio.gather(*(one(number) for number in range(count)))
     return answers
+
+
+def check(answers: dict[str, Answer], right: dict[str, list[int]]) -> None:
+    """Not a wrong token in what came, be it all or the beginning."""
+    assert {name: answer.tokens for name, answer in answers.items()} == {
+        name: right[name][: None if answer.whole else len(answer.tokens)]
+        for name, answer in answers.items()
+    }
 
 
 async def seen(hall: Hall, metrics: Sequence[str]) -> None:
@@ -204,11 +217,7 @@ CASES = [
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_bad_link(
-    model: Model,
-    expected: Callable[[int], dict[str, list[int]]],
-    case: Case,
-    transport: str,
-    count: int,
+    model: Model, expected: Expected, case: Case, transport: str, count: int
 ) -> None:
     announce = getattr(Post(), case.announce) if case.announce else None
     faults = Faults(case.pull, announce, case.lose_releases)
@@ -216,12 +225,157 @@ def test_a_bad_link(
 
     async def scenario() -> None:
         answers = await ask_all(hall, count)
-        right = expected(count)
         assert all(answer.whole for answer in answers.values())
-        assert {name: answer.tokens for name, answer in answers.items()} == {
-            name: right[name] for name in answers
-        }
+        check(answers, expected(count))
         await hall.at_rest()
         await seen(hall, case.shows)
 
     hall.play(scenario, PATIENCE_S=case.patience_s, LEASE_S=case.lease_s)
+
+
+# ------------------------------------------------------------------------------- clients that leave
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("phase", ["queued", "fetching", "first_page", "last_page", "decoding"])
+def test_clients_that_leave(
+    model: Model, expected: Expected, phase: str, transport: str, count: int
+) -> None:
+    """Two of three, as soon as their request has come so far; the others are served."""
+    hall = Hall(model, transport, Faults(pull=always(slow)))
+
+    def leave(name: str) -> bool:
+        return int(name[1:]) % 3 > 0 and (phase == "queued" or name in getattr(hall.seen, phase))
+
+    async def scenario() -> None:
+        answers = await ask_all(hall, count, leave)
+        left = {name for name, answer in answers.items() if answer.end is None}
+        assert len(left) > count // 4
+        assert all(answer.whole for name, answer in answers.items() if name not in left)
+        check(answers, expected(count))
+        await hall.at_rest()
+        await seen(hall, ["request_success_total{finished_reason=abort}"])
+
+    hall.play(scenario)
+
+
+# ------------------------------------------------------------------------------ engines that leave
+
+
+async def _kill(hall: Hall, engine: TestEngine) -> None:
+    engine.kill()
+
+
+async def _freeze(hall: Hall, engine: TestEngine) -> None:
+    """Until it is taken for dead."""
+    engine.frozen = True
+    await asyncio.sleep(0.2)
+    engine.kill()
+
+
+async def _nap(hall: Hall, engine: TestEngine) -> None:
+    """Stopped, and on its way again before anybody gives it up."""
+    engine.frozen = True
+    await asyncio.sleep(0.2)
+    engine.frozen = False
+
+
+async def _slow_down(hall: Hall, engine: TestEngine) -> None:
+    engine.pause_s = 0.01
+
+
+MOMENTS: dict[str, Callable[[Hall], bool]] = {
+    "before": lambda hall: True,
+    "during": lambda hall: len(hall.seen.first_page) >= 3,
+    "after": lambda hall: len(hall.seen.decoding) >= 3,
+}
+RESTARTED = {"prefill": "engine_restarts_total{role=prefill}",
+             "decode": "engine_restarts_total{role=decode}"}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("fate", [_kill, _freeze, _nap, _slow_down])
+def test_an_engine_that_leaves(
+    model: Model,
+    expected: Expected,
+    fate: Callable[[Hall, TestEngine], Awaitable[None]],
+    side: str,
+    moment: str,
+    transport: str,
+    count: int,
+) -> None:
+    """Prompts are computed where they are needed; who was answered goes on at the other engine."""
+    hall = Hall(model, transport, Faults(pull=always(slow)), decoders=2)
+    engine = hall.prefill if side == "prefill" else hall.decoders[0]
+
+    async def strike() -> None:
+        await hall.until(moment, lambda: MOMENTS[moment](hall))
+        await fate(hall, engine)
+
+    async def scenario() -> None:
+        striking = asyncio.create_task(strike())
+        await asyncio.sleep(0)  # "before" is now
+        answers = await ask_all(hall, count)
+        await striking
+        assert all(answer.whole for answer in answers.values())
+        check(answers, expected(count))
+        await hall.at_rest()
+        if fate in (_kill, _freeze):
+            await seen(hall, [RESTARTED[side]])
+            if side == "decode" and moment != "before":
+                await seen(hall, ["moved_requests_total"])
+        else:
+            await seen(hall, ["kv_transfer_pages_total{fate=moved}"])
+
+    hall.play(scenario)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nobody_is_left_to_decode(model: Model, expected: Expected, transport: str) -> None:
+    """503, or an error after the first tokens, which are right; and all goes on afterwards."""
+    hall = Hall(model, transport, Faults(pull=always(slow)))
+
+    async def scenario() -> None:
+        asking = asyncio.create_task(ask_all(hall, TOGETHER))
+        await hall.until("three decode", lambda: MOMENTS["after"](hall))
+        hall.decoders[0].kill()
+        answers = await asking
+        assert all(answer.whole or answer.unserved for answer in answers.values())
+        assert any(answer.unserved for answer in answers.values())
+        check(answers, expected(TOGETHER))
+        await hall.at_rest()
+        await seen(hall, [RESTARTED["decode"], "request_success_total{finished_reason=error}"])
+        again = await ask_all(hall, TOGETHER)
+        assert all(answer.whole for answer in again.values())
+        check(again, expected(TOGETHER))
+        await hall.at_rest()
+
+    hall.play(scenario)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_moves_is_handed_over_again(model: Model, expected: Expected, transport: str) -> None:
+    """By the same engine that was computing its prompt for the one that was lost: the end of the
+    first hand-over is not taken for the end of the second."""
+    hall = Hall(model, transport, decoders=2)
+
+    async def scenario() -> None:
+        hall.prefill.pause_s = 0.01
+        asking = asyncio.create_task(ask_all(hall, TOGETHER))
+        await hall.until("all are placed", lambda: len(hall.seen.fetching) >= TOGETHER // 2)
+        prompts = {placed.request.id for placed in hall.fleet._placed.values()
+                   if placed.decode is hall.fleet._members[1] and placed.prefill}  # fmt: skip
+        hall.decoders[0].kill()
+        answers = await asking
+        assert len(prompts) >= 3
+        assert all(answer.whole for answer in answers.values())
+        check(answers, expected(TOGETHER))
+        await hall.at_rest()
+        assert hall.metric("moved_requests_total") >= len(prompts)
+        assert hall.metric("kv_transfer_pages_total{fate=missing}") == 0
+
+    hall.play(scenario)

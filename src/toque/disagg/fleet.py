@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from toque.disagg.members import (
+    HANDOVER,
     Launcher,
     Member,
     Placed,
@@ -151,11 +152,12 @@ class Fleet:
             decode.take(placed, missing_tokens)
             decode.send(request)
             return
-        placed.prefill = prefill
+        placed.prefill, placed.handovers = prefill, placed.handovers + 1
         prefill.take_prompt(placed, missing_tokens)
         decode.take(placed, 0)
         decode.send(Fetch(request=request, source=source, patience_s=PATIENCE_S))
-        prefill.send(Prefill(request=_only_pages(request, self._hello), lease_s=LEASE_S))
+        asked = _only_pages(placed.handover_id, request, self._hello)
+        prefill.send(Prefill(request=asked, lease_s=LEASE_S))
 
     def _choose(self, roles: tuple[str, ...], placed: Placed, tokens: int) -> Member | None:
         assert self._hello is not None
@@ -195,7 +197,7 @@ class Fleet:
         """Whoever keeps the prompt's pages for this request need not any more."""
         if placed.prefill is not None:
             placed.prefill.drop_prompt(placed)
-            placed.prefill.send(Release(id=placed.request.id))
+            placed.prefill.send(Release(id=placed.handover_id))
             placed.prefill = None
 
     # ------------------------------------------------------------------------------- messages
@@ -285,14 +287,20 @@ class Fleet:
             self._tell()
 
     def _pages(self, member: Member, message: PagesReady) -> None:
-        placed = self._placed.get(message.id)
-        if placed is None or placed.prefill is not member or placed.decode is None:
+        placed = self._handed(member, message.id)
+        if placed is None or placed.decode is None:
             if message.last:
                 member.send(Release(id=message.id))
             return
         if message.last:
             member.computed_prompt(placed)
-        placed.decode.send(message)
+        placed.decode.send(structs.replace(message, id=placed.request.id))
+
+    def _handed(self, member: Member, handover_id: str) -> Placed | None:
+        """Whose prompt this member computes under this name; not one that it did before."""
+        placed = self._placed.get(handover_id.rpartition(HANDOVER)[0])
+        here = placed is not None and placed.prefill is member
+        return placed if here and placed and placed.handover_id == handover_id else None
 
     def _fetched(self, member: Member, fetched: Fetched) -> None:
         placed = self._placed.get(fetched.id)
@@ -373,12 +381,12 @@ class Fleet:
         self._out.put_nowait(FleetReport(engines=states, transfers=self._transfers, last=last))
 
 
-def _only_pages(request: Request, hello: Hello) -> Request:
+def _only_pages(handover_id: str, request: Request, hello: Hello) -> Request:
     """The request that computes the full pages of a prompt that leave a token to compute."""
     tokens = request.prompt + request.output
     whole = (len(tokens) - 1) // hello.block_size * hello.block_size
     return Request(
-        id=request.id,
+        id=handover_id,
         prompt=tokens[:whole],
         sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=0),
         arrived_s=request.arrived_s,

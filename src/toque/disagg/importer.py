@@ -42,6 +42,7 @@ from toque.types import (
 
 Connect = Callable[[Source], Peer]
 PULLERS = 2  # pulls at a time
+PEER_IDLE_S = 60.0  # a peer that nothing was asked of for so long is let go
 BATCH_PAGES = 64  # of one pull: what is verified and usable at a time
 
 
@@ -113,8 +114,9 @@ class Importer:
         self._fetches: dict[str, _Fetch] = {}
         self._early: dict[str, list[PagesReady]] = {}  # for fetches that are parked
         self._pulled: SimpleQueue[_Pulled] = SimpleQueue()
-        self._pullers: list[_Puller] = [_Puller(connect) for _ in range(PULLERS)]
+        self._pullers: list[_Puller] = [_Puller(connect, clock) for _ in range(PULLERS)]
         self._next_puller = 0
+        self._looked_s = clock()
         self.discarded_pages = 0  # came for a fetch that was over
 
     @property
@@ -155,11 +157,20 @@ class Importer:
         told = [self._told(fetch) for fetch in over]
         for fetch in over:
             self._close(fetch)
+        self._let_go()
         return [fetch.order.request for fetch in over], told
 
     def close(self) -> None:
         for puller in self._pullers:
             puller.close()
+
+    def _let_go(self) -> None:
+        """An engine that is gone tells nobody, and its pool would stay in memory for ever."""
+        now_s = self._clock()
+        if now_s >= self._looked_s + PEER_IDLE_S / 2:
+            self._looked_s = now_s
+            for puller in self._pullers:
+                puller.let_go(now_s - PEER_IDLE_S)
 
     # --------------------------------------------------------------------------------- states
 
@@ -285,9 +296,12 @@ class Importer:
 class _Puller:
     """One thread and its connections: a peer serves one pull at a time."""
 
-    def __init__(self, connect: Connect) -> None:
+    def __init__(self, connect: Connect, clock: Callable[[], float]) -> None:
         self._connect = connect
-        self._peers: dict[str, Peer] = {}
+        self._clock = clock
+        self._used_s: dict[str, float] = {}  # by engine, as the peers are
+        self._peers: dict[str, Peer] = {}  # its thread's, but for `close`
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
 
     def pull(
@@ -320,21 +334,37 @@ class _Puller:
             rows = {i: row for i, row, fine in zip(indices, data, good, strict=True) if fine}
         except TransferError as error:
             fault = error.fault
-            self._forget(source)
+            self._forget(source.engine)
         finally:
+            if self._closed:
+                self._forget(source.engine)
             to.bring(_Pulled(request_id, began_s, indices, rows, name, fault))
 
     def _peer(self, source: Source) -> Peer:
         if source.engine not in self._peers:
             self._peers[source.engine] = self._connect(source)
+        self._used_s[source.engine] = self._clock()
         return self._peers[source.engine]
 
-    def _forget(self, source: Source) -> None:
-        peer = self._peers.pop(source.engine, None)
+    def let_go(self, before_s: float) -> None:
+        """Peers that were used last before this moment."""
+        if not self._closed and any(used_s < before_s for used_s in self._used_s.values()):
+            self._thread.submit(self._let_go, before_s)
+
+    def _let_go(self, before_s: float) -> None:
+        for engine, used_s in list(self._used_s.items()):
+            if used_s < before_s:
+                self._forget(engine)
+
+    def _forget(self, engine: str) -> None:
+        self._used_s.pop(engine, None)
+        peer = self._peers.pop(engine, None)
         if peer is not None:
             peer.close()
 
     def close(self) -> None:
+        """A pull under way ends early: an engine that stops does not wait for another one."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             peer.close()

@@ -32,6 +32,7 @@ from toque.types import (
 )
 
 UNKNOWN_TOKENS_PER_S = 200.0
+HANDOVER = "~"  # between a request's id and the number of the hand-over
 
 
 class Launcher(Protocol):
@@ -55,12 +56,19 @@ class Placed:
     output: list[TokenId] = field(default_factory=list)
     decode: Member | None = None  # who answers
     prefill: Member | None = None  # who computes its prompt, or keeps the pages of it
+    handovers: int = 0  # begun so far
     aborted: FinishReason | None = None
     begun: bool = False  # the client has seen something
     first_token_s: float | None = None
     scored: int = 0  # prompt logprobs that the client has
     scored_here: int = 0  # of these, given by the engine that answers now, or again by it
     moved_tokens: int = 0  # of the prompt, whose pages came from the engine that computed it
+
+    @property
+    def handover_id(self) -> str:
+        """What the one that computes its prompt calls it. A request that moves may come to the
+        same engine again: what that says of the first hand-over must not end the second."""
+        return f"{self.request.id}{HANDOVER}{self.handovers}"
 
     def add(self, event: Tokens, now_s: float) -> None:
         self.begun = True

@@ -27,6 +27,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -65,9 +66,9 @@ class PageServer:
         return f"{SCHEME}{self._host}:{self._listening.getsockname()[1]}"
 
     def close(self) -> None:
-        self._listening.close()
+        end(self._listening)
         for connection in list(self._open):
-            connection.close()
+            end(connection)
 
     def _accept(self) -> None:
         while True:
@@ -128,6 +129,13 @@ class PageServer:
             connection.sendall(HERE)
             connection.sendall(row.data)
         return True
+
+
+def end(connection: socket.socket) -> None:
+    """Closed alone, it would go on for whoever waits at it in another thread."""
+    with suppress(OSError):  # the other end was faster
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
@@ -208,9 +216,9 @@ class TcpPeer:
         """Bytes that are under way end in the kernel's buffer of a connection that is closed."""
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            end(connection)
 
 
 def _fault(error: OSError | TransferError) -> PageFault:

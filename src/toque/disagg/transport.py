@@ -106,7 +106,8 @@ class Peer(Protocol):
     def fence(self) -> None:
         """When this returns, no buffer of an earlier pull will be written to any more."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """From any thread: a pull that blocks in another one ends with an error."""
 
 
 class Listener(Protocol):
