@@ -1,7 +1,7 @@
 """The decode side of a hand-over: pages computed elsewhere enter this engine's prefix tree.
 
-Owns: fetches in progress, their deadlines, the threads that pull.
-Knows: the cache manager, the pool's bytes, peers. Does not know: the scheduler, routing.
+Owns: fetches in progress, their deadlines. Knows: the cache manager, the pool's bytes, pullers.
+Does not know: the scheduler, routing.
 
     Fetch --> parked --> open -------------------------------------> over: the request goes on
               no room,   pages reserved and announced in the tree;   what came stays in the tree
@@ -17,17 +17,16 @@ buffers of their own; one that comes too late for its fetch is dropped, not copi
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-import numpy as np
-
 from toque.disagg.names import page_names
-from toque.disagg.transport import Bytes, Peer, PoolView, TransferError, verified
+from toque.disagg.pullers import Connect, Pull, Pulled, Puller
+from toque.disagg.transport import Bytes, PoolView
 from toque.memory.manager import CacheManager
 from toque.types import (
     Fetch,
@@ -36,11 +35,9 @@ from toque.types import (
     PageRef,
     PagesReady,
     Request,
-    Source,
     TokenId,
 )
 
-Connect = Callable[[Source], Peer]
 PULLERS = 2  # pulls at a time
 PEER_IDLE_S = 60.0  # a peer that nothing was asked of for so long is let go
 BATCH_PAGES = 64  # of one pull: what is verified and usable at a time
@@ -62,6 +59,7 @@ class _Fetch:
     last: tuple[PageRef, ...] = ()  # all that the source keeps
     retried: bool = False
     transport: str = ""
+    over: threading.Event = field(default_factory=threading.Event)
 
     @property
     def id(self) -> str:
@@ -85,18 +83,6 @@ class _Fetch:
         return self.began_s + self.order.patience_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Pulled:
-    """What a thread brought for a fetch: rows that verified, by index of their page."""
-
-    id: str
-    began_s: float  # of the fetch: an id may come again
-    indices: tuple[int, ...]
-    rows: dict[int, Bytes]
-    transport: str
-    fault: PageFault  # of those that are not among the rows
-
-
 class Importer:
     """Called from the engine's loop, between steps; pulls run in threads."""
 
@@ -113,8 +99,10 @@ class Importer:
         self._clock = clock
         self._fetches: dict[str, _Fetch] = {}
         self._early: dict[str, list[PagesReady]] = {}  # for fetches that are parked
-        self._pulled: SimpleQueue[_Pulled] = SimpleQueue()
-        self._pullers: list[_Puller] = [_Puller(connect, clock) for _ in range(PULLERS)]
+        self._pulled: SimpleQueue[Pulled] = SimpleQueue()
+        self._pullers: list[Puller] = [
+            Puller(connect, clock, self._pulled.put) for _ in range(PULLERS)
+        ]
         self._next_puller = 0
         self._looked_s = clock()
         self.discarded_pages = 0  # came for a fetch that was over
@@ -232,9 +220,20 @@ class Importer:
             indices = tuple(missing[begin : begin + BATCH_PAGES])
             fetch.asked.update(indices)
             fetch.pulls += 1
-            self._puller().pull(fetch, indices, [refs[index] for index in indices], self)
+            self._puller().pull(
+                Pull(
+                    id=fetch.id,
+                    began_s=fetch.began_s,
+                    source=fetch.order.source,
+                    deadline_s=fetch.deadline_s,
+                    over=fetch.over,
+                    indices=indices,
+                    refs=tuple(refs[index] for index in indices),
+                    names=tuple(fetch.names[index] for index in indices),
+                )
+            )
 
-    def _puller(self) -> _Puller:
+    def _puller(self) -> Puller:
         self._next_puller = (self._next_puller + 1) % len(self._pullers)
         return self._pullers[self._next_puller]
 
@@ -246,16 +245,16 @@ class Importer:
                 pulled = self._pulled.get_nowait()
             except Empty:
                 return
-            fetch = self._fetches.get(pulled.id)
-            if fetch is not None and fetch.began_s == pulled.began_s:
+            fetch = self._fetches.get(pulled.pull.id)
+            if fetch is not None and fetch.began_s == pulled.pull.began_s:
                 self._arrive(fetch, pulled)
             else:
                 self.discarded_pages += len(pulled.rows)
 
-    def _arrive(self, fetch: _Fetch, pulled: _Pulled) -> None:
+    def _arrive(self, fetch: _Fetch, pulled: Pulled) -> None:
         fetch.pulls -= 1
-        fetch.asked.difference_update(pulled.indices)
-        fetch.failed[pulled.fault] += len(pulled.indices) - len(pulled.rows)
+        fetch.asked.difference_update(pulled.pull.indices)
+        fetch.failed[pulled.fault] += len(pulled.pull.indices) - len(pulled.rows)
         fetch.arrived.update(pulled.rows)
         fetch.transport = pulled.transport or fetch.transport
         pages = self._cache.pages_of(fetch.key)
@@ -284,87 +283,7 @@ class Importer:
 
     def _close(self, fetch: _Fetch) -> None:
         del self._fetches[fetch.id]
+        fetch.over.set()
         self._early.pop(fetch.id, None)
         if fetch.opened:
             self._cache.release(fetch.key)
-
-    def bring(self, pulled: _Pulled) -> None:
-        """From a puller's thread."""
-        self._pulled.put(pulled)
-
-
-class _Puller:
-    """One thread and its connections: a peer serves one pull at a time."""
-
-    def __init__(self, connect: Connect, clock: Callable[[], float]) -> None:
-        self._connect = connect
-        self._clock = clock
-        self._used_s: dict[str, float] = {}  # by engine, as the peers are
-        self._peers: dict[str, Peer] = {}  # its thread's, but for `close`
-        self._closed = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
-
-    def pull(
-        self, fetch: _Fetch, indices: tuple[int, ...], refs: Sequence[PageRef], to: Importer
-    ) -> Future[None]:
-        order = (fetch.id, fetch.began_s, fetch.order.source, fetch.deadline_s)
-        names = [fetch.names[index] for index in indices]
-        return self._thread.submit(self._pull, *order, indices, refs, names, to)
-
-    def _pull(
-        self,
-        request_id: str,
-        began_s: float,
-        source: Source,
-        deadline_s: float,
-        indices: tuple[int, ...],
-        refs: Sequence[PageRef],
-        names: Sequence[bytes],
-        to: Importer,
-    ) -> None:
-        rows: dict[int, Bytes] = {}
-        name, fault = "", PageFault.LOST
-        try:
-            peer = self._peer(source)
-            name = peer.name
-            data = np.empty((len(refs), source.page_bytes), dtype=np.uint8)
-            peer.pull(refs, data, deadline_s)
-            peer.fence()
-            fault, good = PageFault.CORRUPT, verified(refs, data, names)
-            rows = {i: row for i, row, fine in zip(indices, data, good, strict=True) if fine}
-        except TransferError as error:
-            fault = error.fault
-            self._forget(source.engine)
-        finally:
-            if self._closed:
-                self._forget(source.engine)
-            to.bring(_Pulled(request_id, began_s, indices, rows, name, fault))
-
-    def _peer(self, source: Source) -> Peer:
-        if source.engine not in self._peers:
-            self._peers[source.engine] = self._connect(source)
-        self._used_s[source.engine] = self._clock()
-        return self._peers[source.engine]
-
-    def let_go(self, before_s: float) -> None:
-        """Peers that were used last before this moment."""
-        if not self._closed and any(used_s < before_s for used_s in self._used_s.values()):
-            self._thread.submit(self._let_go, before_s)
-
-    def _let_go(self, before_s: float) -> None:
-        for engine, used_s in list(self._used_s.items()):
-            if used_s < before_s:
-                self._forget(engine)
-
-    def _forget(self, engine: str) -> None:
-        self._used_s.pop(engine, None)
-        peer = self._peers.pop(engine, None)
-        if peer is not None:
-            peer.close()
-
-    def close(self) -> None:
-        """A pull under way ends early: an engine that stops does not wait for another one."""
-        self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        for peer in list(self._peers.values()):
-            peer.close()
