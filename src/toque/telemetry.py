@@ -27,6 +27,8 @@ class NoteKind(StrEnum):
     PREEMPTED = "preempted"  # it lost its pages; `tokens` had been computed
     FIRST_TOKEN = "first_token"
     DOWNGRADED = "downgraded"  # its class could not be kept: no promise from here on
+    FETCHED = "fetched"  # its prompt's pages came from another engine, by transport `reason`
+    ENGINE_LOST = "engine_lost"  # the engine that had a part of it is gone; it goes on elsewhere
     FINISHED = "finished"  # `reason` is a FinishReason
     MORE = "more"  # what happened after the timeline was full, in one line
 
@@ -53,6 +55,8 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
     tokens: int = 0
     reason: str = ""
+    engine: int = -1  # index of who did it; -1: there is one engine
+    counts: dict[str, int] = msgspec.field(default_factory=dict)  # of FETCHED: pages by fate, bytes
 
 
 class Counters(Wire, frozen=True, kw_only=True):

@@ -318,6 +318,7 @@ class Hall:
                     continue
                 for event in events:
                     if isinstance(event, Tokens):
+                        answer.first_s = answer.first_s or time.monotonic()
                         answer.tokens += event.ids
                     elif isinstance(event, Finished | Refused):
                         answer.end = event
@@ -359,6 +360,7 @@ class Hall:
 class Answer:
     tokens: list[int] = field(default_factory=list)
     end: Finished | Refused | None = None
+    first_s: float | None = None
 
     @property
     def whole(self) -> bool:

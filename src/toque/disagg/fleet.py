@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from msgspec import structs
@@ -30,8 +29,10 @@ from toque.disagg.members import (
     merged_counters,
     merged_hello,
     merged_load,
+    only_pages,
 )
 from toque.disagg.routing import chain, choose
+from toque.disagg.totals import added, with_move
 from toque.errors import EngineError
 from toque.types import (
     Abort,
@@ -55,7 +56,6 @@ from toque.types import (
     Refused,
     Release,
     Request,
-    SamplingParams,
     Shutdown,
     Snapshot,
     Spellings,
@@ -156,7 +156,7 @@ class Fleet:
         prefill.take_prompt(placed, missing_tokens)
         decode.take(placed, 0)
         decode.send(Fetch(request=request, source=source, patience_s=PATIENCE_S))
-        asked = _only_pages(placed.handover_id, request, self._hello)
+        asked = only_pages(placed.handover_id, request, self._hello.block_size)
         prefill.send(Prefill(request=asked, lease_s=LEASE_S))
 
     def _choose(self, roles: tuple[str, ...], placed: Placed, tokens: int) -> Member | None:
@@ -191,7 +191,23 @@ class Fleet:
     def _explain(self, message: Explain) -> None:
         placed = self._placed.get(message.id)
         if placed is not None and placed.decode is not None:
+            if placed.prefill is not None:
+                placed.prefill.send(Explain(id=placed.handover_id))
             placed.decode.send(message)
+
+    def _explained(self, member: Member, message: Timeline) -> None:
+        """While its prompt is computed elsewhere, that one's answer is the answer."""
+        name = message.id.rpartition(HANDOVER)[0] or message.id
+        placed, notes = self._placed.get(name), message.notes
+        if placed is not None and placed.decode is member:
+            if placed.prefill is not None and not notes:
+                return
+            notes = placed.trail.told(member.index, notes)
+        elif placed is not None:
+            if notes and self._handed(member, message.id):
+                placed.trail.prompt(member.index, notes)
+            notes = placed.trail.told(-1, ())
+        self._out.put_nowait(Timeline(id=name, notes=notes))
 
     def _let_go(self, placed: Placed) -> None:
         """Whoever keeps the prompt's pages for this request need not any more."""
@@ -228,8 +244,10 @@ class Fleet:
         for placed in list(self._placed.values()):
             if placed.prefill is member:
                 placed.prefill = None
+                placed.trail.lost(member.index, self._clock())
                 self._pages_end(placed)
             if placed.decode is member:
+                placed.trail.lost(member.index, self._clock())
                 self._move(placed)
         self._tell()
         if port is not None:
@@ -242,7 +260,8 @@ class Fleet:
             del self._placed[placed.request.id]
             self._report((placed.finished(placed.aborted, self._clock()),))
             return
-        self._transfers = structs.replace(self._transfers, moves=self._transfers.moves + 1)
+        self._transfers = with_move(self._transfers)
+        placed.trail.moves(self._clock())
         self._place(placed)
 
     def _pages_end(self, placed: Placed) -> None:
@@ -264,7 +283,9 @@ class Fleet:
                 member.keeps(message, self._clock())
             case Hello():
                 self._welcome(member, message)
-            case Heartbeat() | Timeline() | Snapshot():
+            case Timeline():
+                self._explained(member, message)
+            case Heartbeat() | Snapshot():
                 self._out.put_nowait(message)
             case EngineFailed():
                 raise EngineError(message.message)
@@ -309,44 +330,28 @@ class Fleet:
         self._let_go(placed)
         assert self._hello is not None
         placed.moved_tokens = fetched.moved_pages * self._hello.block_size
-        t = self._transfers
-        self._transfers = Transfers(
-            moved_pages=t.moved_pages + fetched.moved_pages,
-            moved_bytes=t.moved_bytes + fetched.moved_bytes,
-            missing_pages=t.missing_pages + fetched.missing_pages,
-            failed=dict(Counter(t.failed) + Counter(fetched.failed)),
-            timed_out=t.timed_out + fetched.timed_out,
-            cached_pages=t.cached_pages + fetched.cached_pages,
-            fetches=t.fetches + 1,
-            moves=t.moves,
-            seconds=t.seconds + fetched.seconds,
-        )
+        self._transfers = added(self._transfers, fetched)
+        placed.trail.fetched(member.index, fetched, self._hello.block_size)
         self._tell(fetched)
 
     def _seen(self, member: Member, event: Event) -> Event | None:
         """An event as the client is to see it, and a note of it; None if it is not for a client."""
         placed = self._placed.get(event.id)
         if placed is None or placed.decode is not member:
+            computed = self._handed(member, event.id)
+            if computed is not None and isinstance(event, Finished):
+                computed.trail.prompt(member.index, event.timeline)
             return None
         if isinstance(event, Tokens):
             placed.add(event, self._clock())
             member.computed(placed)
         elif isinstance(event, PromptScores):
-            return self._unseen(placed, event)
+            return placed.unseen(event)
         elif isinstance(event, Finished | Refused):
             member.drop(placed)
             self._let_go(placed)
             del self._placed[event.id]
-        return placed.corrected(event) if isinstance(event, Finished) else event
-
-    def _unseen(self, placed: Placed, event: PromptScores) -> PromptScores | None:
-        """Scores of a prompt that the client has not got from an engine before."""
-        known = max(0, placed.scored - placed.scored_here)
-        placed.scored_here += len(event.logprobs)
-        placed.scored = max(placed.scored, placed.scored_here)
-        placed.begun = True
-        fresh = event.logprobs[known:]
-        return structs.replace(event, logprobs=fresh) if fresh else None
+        return placed.corrected(event, member.index) if isinstance(event, Finished) else event
 
     def _report(self, events: tuple[Event, ...], of: StepReport | None = None) -> None:
         report = of or StepReport()
@@ -379,17 +384,3 @@ class Fleet:
             for member in self._members
         )
         self._out.put_nowait(FleetReport(engines=states, transfers=self._transfers, last=last))
-
-
-def _only_pages(handover_id: str, request: Request, hello: Hello) -> Request:
-    """The request that computes the full pages of a prompt that leave a token to compute."""
-    tokens = request.prompt + request.output
-    whole = (len(tokens) - 1) // hello.block_size * hello.block_size
-    return Request(
-        id=handover_id,
-        prompt=tokens[:whole],
-        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=0),
-        arrived_s=request.arrived_s,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-    )

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import structs
 
 from toque.disagg.routing import PrefixIndex, View
+from toque.disagg.trail import Trail
 from toque.ipc import ServePort
 from toque.types import (
     Counters,
@@ -22,7 +23,9 @@ from toque.types import (
     Hello,
     Kept,
     Load,
+    PromptScores,
     Request,
+    SamplingParams,
     StepReport,
     Times,
     ToEngine,
@@ -63,6 +66,10 @@ class Placed:
     scored: int = 0  # prompt logprobs that the client has
     scored_here: int = 0  # of these, given by the engine that answers now, or again by it
     moved_tokens: int = 0  # of the prompt, whose pages came from the engine that computed it
+    trail: Trail = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trail = Trail(self.request.arrived_s)
 
     @property
     def handover_id(self) -> str:
@@ -84,7 +91,16 @@ class Placed:
         sampling = structs.replace(self.request.sampling, prompt_logprobs=None)
         return structs.replace(self.request, output=tuple(self.output), sampling=sampling)
 
-    def corrected(self, event: Finished) -> Finished:
+    def unseen(self, event: PromptScores) -> PromptScores | None:
+        """Scores of a prompt that the client has not got from an engine before."""
+        known = max(0, self.scored - self.scored_here)
+        self.scored_here += len(event.logprobs)
+        self.scored = max(self.scored, self.scored_here)
+        self.begun = True
+        fresh = event.logprobs[known:]
+        return structs.replace(event, logprobs=fresh) if fresh else None
+
+    def corrected(self, event: Finished, engine: int) -> Finished:
         """An engine's end with what it cannot know: tokens that were computed for this very
         request elsewhere are no cache hit, and the first token may be another engine's."""
         usage, times = event.usage, event.times
@@ -93,6 +109,7 @@ class Placed:
             event,
             usage=structs.replace(usage, cached_tokens=cached),
             times=structs.replace(times, first_token_s=self.first_token_s or times.first_token_s),
+            timeline=self.trail.told(engine, event.timeline),
         )
 
     def finished(self, reason: FinishReason, now_s: float, error: str | None = None) -> Finished:
@@ -107,7 +124,22 @@ class Placed:
                 finished_s=now_s,
             ),
             error=error,
+            timeline=self.trail.told(-1, ()),
         )
+
+
+def only_pages(handover_id: str, request: Request, block_size: int) -> Request:
+    """The request that computes the full pages of a prompt that leave a token to compute."""
+    tokens = request.prompt + request.output
+    whole = (len(tokens) - 1) // block_size * block_size
+    return Request(
+        id=handover_id,
+        prompt=tokens[:whole],
+        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=0),
+        arrived_s=request.arrived_s,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )
 
 
 class Member:
