@@ -24,9 +24,9 @@ import toque.types
 import toque.worker.worker
 from bench.machine import describe_machine
 from toque.build import Engine, assemble, configure, load
-from toque.config import EngineOptions
 from toque.files.fetch import locate
 from toque.ipc import ZmqEngineEnd
+from toque.options import EngineOptions
 from toque.types import Request, SamplingParams
 
 PROMPT_TOKENS = 32

@@ -19,15 +19,7 @@ import msgspec
 from msgspec import structs
 
 from toque import __version__
-from toque.config import (
-    EngineConfig,
-    EngineOptions,
-    Measured,
-    check_ranges,
-    free_memory_bytes,
-    kv_dtype,
-    resolve,
-)
+from toque.config import EngineConfig, Measured, check_ranges, free_memory_bytes, kv_dtype, resolve
 from toque.engine import EngineCore, Executor
 from toque.errors import ConfigError
 from toque.files.checkpoint import Checkpoint, open_checkpoint
@@ -48,6 +40,7 @@ from toque.model.quantize import QuantizedWeights, refuse_quantized
 from toque.model.registry import load_model, model_spec
 from toque.model.watched import Watched
 from toque.model.weights import never_four_bits
+from toque.options import EngineOptions
 from toque.record.disguise import Disguise
 from toque.record.recorder import RecordedExecutor, RecordedPort, Recorder, recorded_clock
 from toque.record.tape import FORMAT, Header, Tape
@@ -216,9 +209,9 @@ def assemble(
     scheduler, cost = schedule(config, spec.vocab_size, end_ids, epochs)
     grammars = Grammars()
     worker = worker_of(loaded, config, grammars, shared)
-    if shared is not None:
+    if sharing is not None and shared is not None:
         port = shared.port(port, scheduler.cache)
-        hello = structs.replace(hello, source=shared.source)
+        hello = structs.replace(hello, source=shared.source, role=sharing.role)
     openings = Openings(Gate(port, grammars), worker, time.monotonic)
     if config.record is not None:
         openings = recorded(openings, config, hello)
@@ -345,6 +338,8 @@ def _hello(
         kv_cache_dtype=config.kv_cache_dtype,
         scheduling_policy=config.scheduling_policy,
         slo_classes=config.slo_classes,
+        model_identity=loaded.checkpoint.identity,
+        prefill_tokens_per_s=config.prefill_tokens_per_s,
         fingerprint=f"toque-{__version__}-{model}-{loaded.ops.name}-{config.kv_cache_dtype}",
     )
 

@@ -8,6 +8,7 @@ These travel beside the values of `types.py`, which exports them too: import the
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
 
@@ -82,6 +83,20 @@ class Counters(Wire, frozen=True, kw_only=True):
     refused_queue_timeout: int = 0
     refused_slo: int = 0
     downgraded: int = 0  # requests that wait without their class's promise
+
+
+Totals = TypeVar("Totals", bound=Wire)
+
+
+def plus(a: Totals, b: Totals) -> Totals:
+    names = a.__struct_fields__
+    return type(a)(**{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+def minus(a: Totals, b: Totals) -> Totals:
+    """What was counted since `b`."""
+    names = a.__struct_fields__
+    return type(a)(**{name: getattr(a, name) - getattr(b, name) for name in names})
 
 
 class Load(Wire, frozen=True, kw_only=True):

@@ -302,6 +302,9 @@ class Hello(Wire, frozen=True, kw_only=True):
     pid: int = 0  # of the engine's process
     startup_s: dict[str, float] = msgspec.field(default_factory=dict)  # phase of the start -> time
     source: Source | None = None  # where its pages can be read by other engines
+    role: str = "both"  # of one of several: both, prefill or decode
+    model_identity: str = ""  # changes with the weights
+    prefill_tokens_per_s: float = 0.0  # as measured at the start
 
 
 class EngineFailed(Wire, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from toque.build import Engine, Loaded, assemble, configure, load
-from toque.config import EngineConfig, EngineOptions
+from toque.config import EngineConfig
 from toque.disagg import fleet as fleet_module
 from toque.disagg.fleet import Fleet
 from toque.disagg.order import Sharing
@@ -27,6 +27,7 @@ from toque.disagg.transport import Bytes, Peer, TransferError
 from toque.ipc import InProcess
 from toque.memory.manager import CacheManager
 from toque.metrics import Metrics
+from toque.options import EngineOptions
 from toque.serve.frontend import EngineClient
 from toque.types import (
     Event,
@@ -170,7 +171,7 @@ class TestEngine:
         self.starts += 1
         self.frozen = False
         self._channel = _Tapped(self)
-        sharing = Sharing(secret=SECRET, transport=self._hall.transport)
+        sharing = Sharing(secret=SECRET, transport=self._hall.transport, role=self.role)
         self._engine = self._hall.model.engine(self._channel.engine, sharing)
         source = self._engine.hello.source
         assert source is not None

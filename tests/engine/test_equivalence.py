@@ -21,9 +21,10 @@ from msgspec import structs
 
 from tests.engine.quantized_model import quantized_model
 from toque.build import Loaded, assemble, load
-from toque.config import EngineConfig, EngineOptions
+from toque.config import EngineConfig
 from toque.ipc import InProcess
 from toque.kernels.api import KV_NUMBER_BYTES, Floats, ForwardBatch, LayerKV
+from toque.options import EngineOptions
 from toque.types import Finished, Request, SamplingParams, Slo, StepReport, Tokens
 
 CONFIG = EngineConfig(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from toque.disagg import fleet as fleet_module
 from toque.disagg.fleet import Fleet
@@ -34,6 +36,7 @@ from toque.types import (
     Request,
     SamplingParams,
     Shutdown,
+    Slo,
     Source,
     StepReport,
     Times,
@@ -52,8 +55,9 @@ def token_at(position: int) -> int:
 class FakeEngine:
     """A ServePort and its launcher in one."""
 
-    def __init__(self, role: str, fingerprint: str = "f") -> None:
+    def __init__(self, role: str, fingerprint: str = "f", tokens_per_s: float = 0.0) -> None:
         self.role = role
+        self.tokens_per_s = tokens_per_s
         self.fingerprint = fingerprint
         self.sent: list[ToEngine] = []  # over all starts
         self.starts = 0
@@ -77,6 +81,8 @@ class FakeEngine:
                 kv_cache_dtype="float16",
                 fingerprint=self.fingerprint,
                 source=source,
+                role=self.role,
+                prefill_tokens_per_s=self.tokens_per_s,
             )
         )
         return self
@@ -255,8 +261,44 @@ def test_no_engine_left_is_a_503_or_a_failed_end() -> None:
     play([engine], scenario)
 
 
+def test_a_first_token_that_would_be_late_is_sought_elsewhere() -> None:
+    """A slow engine has most of the prompt, a fast one has nothing of it: fewer tokens to compute
+    decide, unless the class's target would be missed. When it is missed anyway they decide again,
+    and a queue that the engine itself reports says how fast it is."""
+    slow, fast = FakeEngine("both", tokens_per_s=10), FakeEngine("both", tokens_per_s=1000)
+    chat = Slo(name="chat", ttft_s=0.9)
+
+    def asked(name: str, slo: Slo | None = None, late_s: float = 0.0) -> Request:
+        arrived_s = time.monotonic() - late_s
+        return structs.replace(request(name), arrived_s=arrived_s, slo=slo)
+
+    async def scenario(client: Client) -> None:
+        async def goes_to(wanted: FakeEngine, sent: Request) -> None:
+            client.fleet.send(sent)
+            assert wanted.of(Request)[-1].id == sent.id
+            wanted.report(Tokens(id=sent.id, ids=(1,)), end(sent.id))
+            await client.until(lambda: sent.id in client.ends)
+
+        await goes_to(slow, asked("first"))  # both know nothing: the lower index
+        await goes_to(slow, asked("cached"))  # one token to compute
+        client.fleet.send(request("long", 9))  # a second's work for the slow one
+        await goes_to(slow, asked("no class"))
+        await goes_to(fast, asked("chat", chat))
+        # Now both have the prompt, and the slow one its queue; too late everywhere: fewer tokens.
+        assert slow.of(Request)[-2].id == "long"
+        slow.report(Tokens(id="long", ids=(1,)), end("long"))
+        await client.until(lambda: "long" in client.ends)
+        await goes_to(slow, asked("late", chat, late_s=2.0))
+        load = Load(total_pages=64, waiting_tokens=100, backlog_s=1000.0)
+        slow.say(StepReport(load=load))
+        await client.until(lambda: client.fleet._members[0].load is load)
+        await goes_to(fast, asked("slow as told", chat))
+
+    play([slow, fast], scenario)
+
+
 def test_engines_that_differ_do_not_start_together() -> None:
-    with pytest.raises(EngineError, match=r"is [fg], the others [fg]"):
+    with pytest.raises(EngineError, match=r"is [fg] with .*, the others [fg] with"):
         play([FakeEngine("both"), FakeEngine("both", "g")], _never)
 
 

@@ -166,8 +166,15 @@ class Fleet:
             for member in self._members
             if member.alive and member.role in roles
         ]
-        index = choose(views, tokens)
+        index = choose(views, tokens, self._slack_s(placed))
         return None if index is None else self._members[index]
+
+    def _slack_s(self, placed: Placed) -> float | None:
+        """What is left until its class wants the first token; None if that is out or not asked."""
+        slo = placed.request.slo
+        if slo is None or slo.ttft_s is None or placed.output:
+            return None
+        return placed.request.arrived_s + slo.ttft_s - self._clock()
 
     def _refuse(self, placed: Placed) -> None:
         """No engine is left for it: 503 if the client has seen nothing, else a failed end."""
@@ -291,12 +298,12 @@ class Fleet:
                 raise EngineError(message.message)
 
     def _welcome(self, member: Member, hello: Hello) -> None:
-        others = {m.hello.fingerprint for m in self._members if m.hello is not None}
+        others = {_kind(m.hello) for m in self._members if m.hello is not None}
         if self._hello is not None:
-            others.add(self._hello.fingerprint)
-        if others - {hello.fingerprint}:
+            others.add(_kind(self._hello))
+        if others - {_kind(hello)}:
             theirs = ", ".join(sorted(others))
-            raise EngineError(f"engine {member.index} is {hello.fingerprint}, the others {theirs}")
+            raise EngineError(f"engine {member.index} is {_kind(hello)}, the others {theirs}")
         member.joined(hello)
         if self._spellings is not None:
             member.send(self._spellings)
@@ -384,3 +391,8 @@ class Fleet:
             for member in self._members
         )
         self._out.put_nowait(FleetReport(engines=states, transfers=self._transfers, last=last))
+
+
+def _kind(hello: Hello) -> str:
+    """What must be equal for engines to go on with each other's requests."""
+    return f"{hello.fingerprint} with pages of {hello.block_size} tokens"

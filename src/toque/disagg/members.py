@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from msgspec import structs
 
 from toque.disagg.routing import PrefixIndex, View
 from toque.disagg.trail import Trail
 from toque.ipc import ServePort
+from toque.telemetry import plus
 from toque.types import (
     Counters,
     Finished,
@@ -35,6 +36,7 @@ from toque.types import (
 )
 
 UNKNOWN_TOKENS_PER_S = 200.0
+TELLING_TOKENS = 64  # a queue of fewer says little about how fast the engine is
 HANDOVER = "~"  # between a request's id and the number of the hand-over
 
 
@@ -104,11 +106,16 @@ class Placed:
         """An engine's end with what it cannot know: tokens that were computed for this very
         request elsewhere are no cache hit, and the first token may be another engine's."""
         usage, times = event.usage, event.times
+        arrived_s = self.request.arrived_s  # as it was said; it went through two clocks since
+        admitted_s = None if times.admitted_s is None else max(arrived_s, times.admitted_s)
+        first_s = self.first_token_s or times.first_token_s
         cached = max(0, usage.cached_tokens - self.moved_tokens)
         return structs.replace(
             event,
             usage=structs.replace(usage, cached_tokens=cached),
-            times=structs.replace(times, first_token_s=self.first_token_s or times.first_token_s),
+            times=structs.replace(
+                times, arrived_s=arrived_s, admitted_s=admitted_s, first_token_s=first_s
+            ),
             timeline=self.trail.told(engine, event.timeline),
         )
 
@@ -173,14 +180,14 @@ class Member:
 
     @property
     def counters(self) -> Counters:
-        return _add(self._before, self._counters)
+        return plus(self._before, self._counters)
 
     def kept(self, now_s: float) -> Kept:
         """Over all starts; ages go on while the engine says nothing."""
         now = self._kept
         age_s = now.oldest_lease_s + now_s - self._kept_at_s if now.leases else 0.0
         before = structs.replace(self._kept_before, leases=0, oldest_lease_s=0.0)
-        return structs.replace(_add(before, now), oldest_lease_s=age_s)
+        return structs.replace(plus(before, now), oldest_lease_s=age_s)
 
     def send(self, message: ToEngine) -> None:
         if self.port is not None:
@@ -192,8 +199,16 @@ class Member:
             waiting_tokens=sum(self._waiting.values()) + sum(self._prompts.values()),
             running=len(self._open),
             cached_tokens=self._index.matched(pages) * block_size,
-            tokens_per_s=UNKNOWN_TOKENS_PER_S,
+            tokens_per_s=self._tokens_per_s(),
         )
+
+    def _tokens_per_s(self) -> float:
+        """Of prefill, by its own cost model where a queue shows it."""
+        load = self.load
+        if load.waiting_tokens >= TELLING_TOKENS and load.backlog_s > 0:
+            return load.waiting_tokens / load.backlog_s
+        measured = self.hello.prefill_tokens_per_s if self.hello is not None else 0.0
+        return measured or UNKNOWN_TOKENS_PER_S
 
     def missing_tokens(self, placed: Placed, tokens: int, block_size: int) -> int:
         return tokens - self._index.matched(placed.pages) * block_size
@@ -230,6 +245,7 @@ class Member:
 
     def joined(self, hello: Hello) -> None:
         self.hello = hello
+        self.role = hello.role
         self.load = Load(free_pages=hello.total_pages, total_pages=hello.total_pages)
 
     def heard(self, report: StepReport) -> None:
@@ -243,7 +259,7 @@ class Member:
         """The engine is gone; returns the port that led to it."""
         port, self.port, self.hello, self.load = self.port, None, None, Load()
         self._before, self._counters = self.counters, Counters()
-        self._kept_before, self._kept = _add(self._kept_before, self._kept), Kept()
+        self._kept_before, self._kept = plus(self._kept_before, self._kept), Kept()
         self._index.clear()
         self._waiting.clear()
         self._prompts.clear()
@@ -252,18 +268,10 @@ class Member:
         return port
 
 
-Totals = TypeVar("Totals", Counters, Kept)
-
-
-def _add(a: Totals, b: Totals) -> Totals:
-    names = a.__struct_fields__
-    return type(a)(**{name: getattr(a, name) + getattr(b, name) for name in names})
-
-
 def merged_counters(members: Sequence[Member]) -> Counters:
     total = Counters()
     for member in members:
-        total = _add(total, member.counters)
+        total = plus(total, member.counters)
     return total
 
 
