@@ -20,6 +20,8 @@ from toque.handover import (
     EngineState,
     Fetched,
     FleetReport,
+    Kept,
+    PageFault,
     PageRef,
     PagesReady,
     Release,
@@ -61,11 +63,13 @@ __all__ = (  # beside what is defined here
     "FleetReport",
     "Grammar",
     "GrammarKind",
+    "Kept",
     "Lane",
     "Load",
     "ModelSpec",
     "Note",
     "NoteKind",
+    "PageFault",
     "PageRef",
     "PagesReady",
     "Pooling",
@@ -171,8 +175,8 @@ class Prefill(Wire, frozen=True, kw_only=True):
 
 
 class Fetch(Wire, frozen=True, kw_only=True):
-    """Serve this request; its prompt's pages are being computed at `source` under the same id.
-    What has not come `patience_s` from now is computed here."""
+    """Serve this request; its prompt's pages are being computed at `source`. What has not come
+    `patience_s` from now is computed here."""
 
     request: Request
     source: Source
@@ -323,6 +327,7 @@ FromEngine = (
     | EngineFailed
     | PagesReady
     | Fetched
+    | Kept
     | FleetReport
 )
 

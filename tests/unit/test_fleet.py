@@ -194,11 +194,13 @@ def test_a_prompt_is_handed_over_and_its_pages_are_let_go() -> None:
     async def scenario(client: Client) -> None:
         client.fleet.send(request("a"))
         (order,), (fetch,) = prefill.of(Prefill), decode.of(Fetch)
-        assert order.request.id == fetch.request.id == "a"
+        assert fetch.request.id == "a"
+        name = order.request.id
         assert order.request.prompt == request("a").prompt[:40]  # whole pages, one token left
-        prefill.say(PagesReady(id="a", first=0, pages=()))
-        prefill.say(PagesReady(id="a", first=0, pages=(), last=True))
+        prefill.say(PagesReady(id=name, first=0, pages=()))
+        prefill.say(PagesReady(id=name, first=0, pages=(), last=True))
         await client.until(lambda: len(decode.of(PagesReady)) == 2)
+        assert {message.id for message in decode.of(PagesReady)} == {"a"}
         decode.say(Fetched(id="a", moved_pages=10, moved_bytes=80))
         await client.until(lambda: prefill.of(Release))
         decode.report(Tokens(id="a", ids=(5,)), end("a", cached_tokens=40))
@@ -222,9 +224,10 @@ def test_a_fetch_is_told_by_stage_until_its_first_token(monkeypatch: pytest.Monk
         client.fleet.send(request("a"))
         client.fleet.send(structs.replace(request("b"), prompt=tuple(range(100, 141))))
         await client.until(told({"waiting_to_start": 2}))
-        prefill.say(PagesReady(id="a", first=0, pages=()))
+        name = prefill.of(Prefill)[0].request.id
+        prefill.say(PagesReady(id=name, first=0, pages=()))
         await client.until(told({"waiting_to_start": 1, "in_progress": 1}))
-        prefill.say(PagesReady(id="a", first=0, pages=(), last=True))
+        prefill.say(PagesReady(id=name, first=0, pages=(), last=True))
         decode.say(Fetched(id="a", moved_pages=10))
         await client.until(told({"waiting_to_start": 1, "completed_waiting": 1}))
         decode.report(Tokens(id="a", ids=(5,)))
@@ -295,15 +298,16 @@ def test_dg03_dg08_an_abort_reaches_both_sides_at_once(computed: bool) -> None:
 
     async def scenario(client: Client) -> None:
         client.fleet.send(request("a"))
+        name = prefill.of(Prefill)[0].request.id
         if computed:
-            prefill.say(PagesReady(id="a", first=0, pages=(), last=True))
+            prefill.say(PagesReady(id=name, first=0, pages=(), last=True))
             await client.until(lambda: decode.of(PagesReady))
         client.fleet.send(Abort(id="a"))
-        assert [m.id for m in prefill.of(Release)] == ["a"]
+        assert [m.id for m in prefill.of(Release)] == [name]
         assert [m.id for m in decode.of(Abort)] == ["a"]
         decode.report(end("a", FinishReason.ABORT))
         await client.until(lambda: client.ends)
-        prefill.say(PagesReady(id="a", first=0, pages=(), last=True))  # they crossed
+        prefill.say(PagesReady(id=name, first=0, pages=(), last=True))  # they crossed
         await client.until(lambda: len(prefill.of(Release)) == 2)
         assert client.fleet._members[0].open_requests == client.fleet._members[1].open_requests == 0
 

@@ -34,6 +34,7 @@ from toque.types import (
     Finished,
     FromEngine,
     Hello,
+    Kept,
     PagesReady,
     Prefill,
     Refused,
@@ -84,6 +85,8 @@ class ListeningEnd:
         self._stale: set[str] = set()  # of earlier sessions: their ends are nobody's
         self._counters = Counters()  # of the engine, all sessions together
         self._before = Counters()  # of the sessions before this one
+        self._kept = Kept()  # the same two for what it keeps
+        self._kept_before = Kept()
 
     @property
     def port(self) -> int:
@@ -113,6 +116,11 @@ class ListeningEnd:
                 return
             case StepReport():
                 message = self._report(message)
+            case Kept():
+                self._kept = message
+                since = minus(message, self._kept_before)
+                now = {"leases": message.leases, "oldest_lease_s": message.oldest_lease_s}
+                message = structs.replace(since, **now)
             case PagesReady() | Fetched():
                 if message.id not in self._running and message.id not in self._leased:
                     return
@@ -182,7 +190,7 @@ class ListeningEnd:
             return left
         log.info("a server has joined")
         self._server, self._heard_s = (identity, join.server), self._clock()
-        self._before = self._counters
+        self._before, self._kept_before = self._counters, self._kept
         self._tell(identity, Pong(asked_s=join.now_s, now_s=self._clock()))
         self._tell(identity, self._hello)
         return left

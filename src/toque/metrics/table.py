@@ -219,6 +219,7 @@ SERVER = (
     gauge("engine_up", "1 while this engine of several is there.", "engine", "role"),
     gauge("engine_open_requests", "Requests that an engine has.", "engine", "role"),
     gauge("engine_held_pages", "Pages that an engine's requests hold.", "engine", "role"),
+    counter("engine_computed_tokens", "Tokens run through it.", "engine", "role"),
     counter("engine_restarts", "Engines that were started again.", "engine", "role"),
     spread("event_loop_delay_seconds", "How late the server's event loop wakes up.", STEP_S),
     counter("anomalies", "Reports of the engine whose totals went backwards."),
@@ -231,7 +232,32 @@ BETWEEN = (
         vllm="",
     ),
     counter("moved_requests", "Requests that went on at another engine."),
-    counter("kv_transfer_pages", "Pages of prompts handed over, by fate.", "fate"),
+    gauge("engine_leases", "Prompts whose pages it keeps for others.", "engine", "role"),
+    gauge("engine_oldest_lease_seconds", "Age of the oldest of these.", "engine", "role"),
+    counter(
+        "engine_leases_ended",
+        "These when they end: released by the reader, or expired because it did not.",
+        *("engine", "role", "end"),
+    ),
+    counter(
+        "engine_rejected_peers",
+        "Connections for pages without the secret, or with nonsense.",
+        *("engine", "role"),
+    ),
+    counter(
+        "kv_transfer_pages",
+        "Pages of prompts handed over: moved, cached (no need to), missing (computed again).",
+        "fate",
+    ),
+    counter(
+        "kv_transfer_failed_pages",
+        "Pages that were asked for and not used: corrupt, stale, late or lost; each try counts.",
+        "cause",
+    ),
+    counter("kv_transfer_timeouts", "Hand-overs that were not complete at their deadline."),
+    counter(
+        "kv_transfer_discarded_pages", "Pages that came when their hand-over was over already."
+    ),
     counter("kv_transfer_bytes", "Bytes of pages that travelled between engines."),
     counter(
         "kv_failed_transfers",

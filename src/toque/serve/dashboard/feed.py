@@ -133,7 +133,10 @@ class Feed:
 
 def fleet(report: FleetReport) -> dict[str, Any]:
     """Several engines: each with what it holds, and what travelled between them."""
-    engines = [{**fields(engine), "load": fields(engine.load)} for engine in report.engines]
+    engines = [
+        {**fields(engine), "load": fields(engine.load), "kept": fields(engine.kept)}
+        for engine in report.engines
+    ]
     return {"engines": engines, "transfers": fields(report.transfers)}
 
 
