@@ -17,6 +17,8 @@ fade apart, or an hour of decoding would make the model forget what a prompt cos
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,6 +31,7 @@ PRIOR = 1e-3  # weight of what was measured at start-up
 WIDE = 2.0  # an error beyond so many times the usual one counts in proportion, not squared
 EAGER_STEPS, REFIT_STEPS = 64, 16  # a fit takes a while: after the first steps not after each
 TERMS = 5
+RATE_STEPS, RATE_TOKENS = 9, 32  # a rate is the median of so many steps, each of so many tokens
 # A step's weight, its milliseconds, then what the terms after the first one count.
 Observed = tuple[float, float, int, int, int, int]
 
@@ -84,7 +87,13 @@ class StepCost:
             [],
             [],
         )  # by kind, since the last fit
+        self._rates: deque[float] = deque(maxlen=RATE_STEPS)
         self.error = 0.1  # the usual relative error, of late
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """The usual rate of late steps with prompts; None until there were some."""
+        return statistics.median(self._rates) if len(self._rates) == RATE_STEPS else None
 
     def predicted_ms(self, work: Work) -> float:
         one, tokens, pairs, context, outputs = self._ms
@@ -135,6 +144,8 @@ class StepCost:
         # Folded in when they are needed: numpy's small arrays take longer than all else here.
         observed = (weight, measured_ms, work.tokens, work.pairs, work.context, work.outputs)
         self._unread[work.prompts].append(observed)
+        if work.prompts and work.tokens >= RATE_TOKENS:
+            self._rates.append(work.tokens / measured_ms * 1e3)
         self._observed += 1
         if self._observed < EAGER_STEPS or self._observed % REFIT_STEPS == 0:
             self._fold()
