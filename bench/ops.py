@@ -23,11 +23,11 @@ from bench.machine import describe_machine
 from bench.op_cases import Case, Cases
 from bench.timing import Stopwatch, Timed
 from toque.bench.machine import arithmetic_peak, copy_bandwidth, read_bandwidth
-from toque.config import EngineOptions
 from toque.kernels import physical_cores, select
 from toque.kernels.api import Ops
 from toque.kernels.cpu import CpuOps
 from toque.kernels.ref.dequantize import KINDS
+from toque.options import EngineOptions
 
 DEFAULT_ROWS = (1, 4, 16, 64, 512)
 CEILING_ROUNDS = 20

@@ -29,10 +29,10 @@ from bench.machine import describe_machine
 from bench.ops import kv_dtypes
 from bench.reference import cache_folder, reference_logits
 from toque.build import Loaded, load
-from toque.config import EngineOptions
 from toque.files.checkpoint import open_checkpoint
 from toque.files.fetch import locate
 from toque.kernels import physical_cores
+from toque.options import EngineOptions
 from toque.serve.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parent / "quality_text.txt"

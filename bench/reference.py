@@ -21,7 +21,7 @@ import toque
 from bench.divergence import Logits
 from bench.forward import logits_by_chunk
 from toque.build import load
-from toque.config import EngineOptions
+from toque.options import EngineOptions
 
 # The parts of the package whose code decides the reference's numbers.
 PARTS = ("files", "kernels/ref", "layers", "model")

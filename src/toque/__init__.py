@@ -12,8 +12,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "EngineOptions", "Grammar", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from toque.config import EngineOptions
     from toque.llm import LLM
+    from toque.options import EngineOptions
     from toque.types import Grammar, SamplingParams
 
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "EngineOptions":
-        from toque.config import EngineOptions
+        from toque.options import EngineOptions
 
         return EngineOptions
     if name == "SamplingParams":

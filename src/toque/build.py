@@ -19,15 +19,7 @@ import msgspec
 from msgspec import structs
 
 from toque import __version__
-from toque.config import (
-    EngineConfig,
-    EngineOptions,
-    Measured,
-    check_ranges,
-    free_memory_bytes,
-    kv_dtype,
-    resolve,
-)
+from toque.config import EngineConfig, Measured, check_ranges, free_memory_bytes, kv_dtype, resolve
 from toque.engine import EngineCore, Executor
 from toque.errors import ConfigError
 from toque.files.checkpoint import Checkpoint, open_checkpoint
@@ -48,6 +40,7 @@ from toque.model.quantize import QuantizedWeights, refuse_quantized
 from toque.model.registry import load_model, model_spec
 from toque.model.watched import Watched
 from toque.model.weights import never_four_bits
+from toque.options import EngineOptions
 from toque.record.disguise import Disguise
 from toque.record.recorder import RecordedExecutor, RecordedPort, Recorder, recorded_clock
 from toque.record.tape import FORMAT, Header, Tape
@@ -94,6 +87,7 @@ class Loaded:
     ops: Ops
     quantization: str = ""  # what --quantization did; "" = nothing
     cached: CachedWeights | None = None  # where the weights came from, if there is a cache
+    rate: RememberedRate | None = None  # its prefill's on this machine, if anything is kept
 
 
 def load(path: Path, options: EngineOptions) -> Loaded:
@@ -122,7 +116,8 @@ def load(path: Path, options: EngineOptions) -> Loaded:
         ops.name,
         time.monotonic() - began_s,
     )
-    return Loaded(checkpoint, model, ops, quantization, cached)
+    loaded = Loaded(checkpoint, model, ops, quantization, cached)
+    return replace(loaded, rate=_remembered_rate(loaded, options))
 
 
 def _source_hash(path: Path, options: EngineOptions) -> SourceHash | None:
@@ -178,15 +173,28 @@ def _free_bytes(loaded: Loaded) -> int:
     return max(0, free_memory_bytes() - mapped_bytes)
 
 
-def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
-    """Tokens per second: as measured at an earlier start of the same model on this machine, or
-    measured now."""
+def _remembered_rate(loaded: Loaded, options: EngineOptions) -> RememberedRate | None:
     if not options.weight_cache or options.load_format == "dummy":
-        return _measured_rate(loaded, options)
+        return None
     threads = options.threads or physical_cores()
     what = (loaded.checkpoint.identity, loaded.quantization, loaded.ops.name, kv_dtype(options))
-    rate = RememberedRate(WeightCache().rates, (machine(), str(threads), *what))
+    return RememberedRate(WeightCache().rates, (machine(), str(threads), *what))
+
+
+def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
+    """Tokens per second: as known from an earlier start of the same model on this machine, or
+    measured now."""
+    rate = loaded.rate
+    if rate is None:
+        return _measured_rate(loaded, options)
     return rate.known() or rate.remember(_measured_rate(loaded, options))
+
+
+def correct_rate(rate: RememberedRate | None, cost: StepCost) -> None:
+    """A first start beside other work measures too little; real prompts tell the next one."""
+    seen = cost.prefill_tokens_per_s
+    if rate is not None and seen is not None and rate.raise_to(seen):
+        log.info("prefill was %.0f tokens/s of late: remembered for the next start", seen)
 
 
 def _measured_rate(loaded: Loaded, options: EngineOptions) -> float:
@@ -216,13 +224,14 @@ def assemble(
     scheduler, cost = schedule(config, spec.vocab_size, end_ids, epochs)
     grammars = Grammars()
     worker = worker_of(loaded, config, grammars, shared)
-    if shared is not None:
+    if sharing is not None and shared is not None:
         port = shared.port(port, scheduler.cache)
-        hello = structs.replace(hello, source=shared.source)
+        hello = structs.replace(hello, source=shared.source, role=sharing.role)
     openings = Openings(Gate(port, grammars), worker, time.monotonic)
     if config.record is not None:
         openings = recorded(openings, config, hello)
-    core = EngineCore(scheduler, openings.executor, openings.port, cost, openings.clock)
+    at_rest = partial(correct_rate, loaded.rate, cost)
+    core = EngineCore(scheduler, openings.executor, openings.port, cost, openings.clock, at_rest)
     if loaded.cached is not None:
         loaded.cached.keep()
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")
@@ -345,6 +354,8 @@ def _hello(
         kv_cache_dtype=config.kv_cache_dtype,
         scheduling_policy=config.scheduling_policy,
         slo_classes=config.slo_classes,
+        model_identity=loaded.checkpoint.identity,
+        prefill_tokens_per_s=config.prefill_tokens_per_s,
         fingerprint=f"toque-{__version__}-{model}-{loaded.ops.name}-{config.kv_cache_dtype}",
     )
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from toque import __version__
-from toque.config import EngineOptions, ServeOptions, parse_size
 from toque.errors import ToqueError
 from toque.files.catalog import DEFAULT_MODEL
+from toque.options import EngineOptions, ListenOptions, ServeOptions, parse_size
 
 MODEL_HELP = (
     "catalogue name (qwen2.5-coder-0.5b, smollm2), Hugging Face repo id, folder or .gguf file"
@@ -45,6 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         return serve(
             arguments.model, _options(EngineOptions, arguments), _options(ServeOptions, arguments)
+        )
+    if arguments.command == "engine":
+        from toque.commands.engine import engine
+
+        return engine(
+            arguments.model, _options(EngineOptions, arguments), _options(ListenOptions, arguments)
         )
     if arguments.command == "pull":
         from toque.commands.pull import pull
@@ -85,6 +91,11 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
     _add_flags(serve, ServeOptions)
     _add_flags(serve, EngineOptions)
+
+    engine = _command(commands, "engine", "run an engine that a server on another host uses")
+    engine.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
+    _add_flags(engine, ListenOptions)
+    _add_flags(engine, EngineOptions)
 
     run_ = _command(commands, "run", "answer one prompt and end")
     run_.add_argument("model", help=MODEL_HELP)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from toque.config import EngineOptions
 from toque.disagg.order import Sharing
 from toque.errors import ToqueError
+from toque.options import EngineOptions
 from toque.types import EngineFailed
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import select
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -118,16 +118,21 @@ class _InProcessEngineEnd:
     def close(self) -> None: ...
 
 
-def _socket(kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
-    """High-water marks are off: a full queue would block the engine or drop a message. What bounds
-    memory is that serve always reads and cuts off clients that do not.
+def prepared(socket: Any) -> Any:
+    """A socket of either kind, plain or of asyncio, with what all of ours have in common.
 
-    Who sends connects and who receives binds: ZeroMQ keeps what is sent over a connection that is
-    still to come, and refuses it on a bound socket that nobody has reached yet."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    High-water marks are off: a full queue would block the engine or drop a message. What bounds
+    memory is that serve always reads and cuts off clients that do not."""
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 500)  # ms for the last words of an engine that ends
     socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms between looks whether the other end is there
+    return socket
+
+
+def _socket(kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
+    """Who sends connects and who receives binds: ZeroMQ keeps what is sent over a connection that
+    is still to come, and refuses it on a bound socket that nobody has reached yet."""
+    socket: zmq.Socket[bytes] = prepared(zmq.Context.instance().socket(kind))
     if bind:
         socket.bind(address)
     else:
@@ -135,38 +140,67 @@ def _socket(kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
     return socket
 
 
+class Inbox:
+    """Reads a socket without asking it twice: asking takes 40 us in every step, the one system call
+    on its descriptor five. The descriptor tells of what comes after the socket was found empty, and
+    of nothing else; using the socket otherwise in between (`touched`) may swallow what it tells."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._arrived = select.poll()
+        self._arrived.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
+        self._more = True  # the socket may hold something: it has not been found empty
+
+    def touched(self) -> None:
+        self._more = True
+
+    def take(self, wait_s: float) -> list[list[bytes]]:
+        """Messages that are here, up to PORTION, each with its frames."""
+        taken: list[list[bytes]] = []
+        if not self._more and not self._arrived.poll(wait_s * 1000):
+            return taken
+        try:
+            while len(taken) < PORTION:
+                taken.append(self._socket.recv_multipart(zmq.NOBLOCK))
+            self._more = True
+        except zmq.Again:
+            self._more = False
+        return taken
+
+
 class ZmqEngineEnd:
     """The engine process's end of two sockets in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        self._inbox = _socket(zmq.PULL, f"ipc://{folder}/to-engine", bind=True)
+        self._pull = _socket(zmq.PULL, f"ipc://{folder}/to-engine", bind=True)
         self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/from-engine", bind=False)
+        self._inbox = Inbox(self._pull)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
-        # Asking the socket itself takes 40 us in every step, this one system call five. The
-        # descriptor tells of what comes after the socket was found empty, and of nothing else.
-        self._arrived = select.poll()
-        self._arrived.register(int(self._inbox.getsockopt(zmq.FD)), select.POLLIN)
-        self._more = True  # the socket may hold something: it has not been found empty
 
     def receive(self, wait_s: float) -> list[ToEngine]:
-        messages: list[ToEngine] = []
-        if not self._more and not self._arrived.poll(wait_s * 1000):
-            return messages
-        try:
-            while len(messages) < PORTION:
-                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
-            self._more = True
-        except zmq.Again:
-            self._more = False
-        return messages
+        return [self._decoder.decode(frames[0]) for frames in self._inbox.take(wait_s)]
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(self._encoder.encode(message))
 
     def close(self) -> None:
-        self._inbox.close()
+        self._pull.close()
         self._outbox.close()
+
+
+async def next_word(socket: zmq.asyncio.Socket, gone: asyncio.Future[str]) -> bytes:
+    """The next message of an engine. Raises EngineError, with the reason, once it is gone and its
+    last words are read."""
+    incoming = asyncio.ensure_future(socket.recv())  # done already when a message is here
+    if not incoming.done():
+        await asyncio.wait((incoming, gone), return_when=asyncio.FIRST_COMPLETED)
+    if not incoming.done():
+        await asyncio.wait((incoming,), timeout=LAST_WORDS_S)
+    if not incoming.done():
+        incoming.cancel()
+        raise EngineError(gone.result())
+    return incoming.result()
 
 
 class ZmqServeEnd:
@@ -184,20 +218,20 @@ class ZmqServeEnd:
         frozen_after_s: float | None = None,
     ) -> None:
         self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/to-engine", bind=False)
-        self._inbox = zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL)
-        self._inbox.set_hwm(0)
+        self._inbox = prepared(zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL))
         self._exit = engine_exit
-        self._monitor: asyncio.Task[None] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._watching: asyncio.Task[None] | None = None
         if frozen_after_s is not None:
             self._inbox.setsockopt(zmq.HEARTBEAT_IVL, int(frozen_after_s * 250))
             self._inbox.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(frozen_after_s * 1000))
-            self._monitor = asyncio.ensure_future(self._watch(frozen_after_s))
+            self._monitor = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._watching = asyncio.ensure_future(self._watch(self._monitor, frozen_after_s))
         self._inbox.bind(f"ipc://{folder}/from-engine")
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._encoder = msgspec.msgpack.Encoder()
 
-    async def _watch(self, frozen_after_s: float) -> None:
-        monitor = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    async def _watch(self, monitor: zmq.Socket[bytes], frozen_after_s: float) -> None:
         await zmq.asyncio.Socket.from_socket(monitor).recv_multipart()
         await asyncio.wait((self._exit,), timeout=LAST_WORDS_S)
         if not self._exit.done():
@@ -209,19 +243,12 @@ class ZmqServeEnd:
         self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> FromEngine:
-        incoming = asyncio.ensure_future(self._inbox.recv())  # done already when a message is here
-        if not incoming.done():
-            await asyncio.wait((incoming, self._exit), return_when=asyncio.FIRST_COMPLETED)
-        if not incoming.done():
-            await asyncio.wait((incoming,), timeout=LAST_WORDS_S)
-        if not incoming.done():
-            incoming.cancel()
-            raise EngineError(self._exit.result())
-        return self._decoder.decode(incoming.result())
+        return self._decoder.decode(await next_word(self._inbox, self._exit))
 
     def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.cancel()
+        if self._monitor is not None and self._watching is not None:
+            self._watching.cancel()
             self._inbox.disable_monitor()
+            self._monitor.close(0)
         self._outbox.close()
         self._inbox.close()

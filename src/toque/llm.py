@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toque.build import build_engine
-from toque.config import EngineOptions
 from toque.errors import EngineError, RequestError, ToqueError
 from toque.files.checkpoint import open_checkpoint
 from toque.files.fetch import Located, locate
 from toque.ipc import InProcess
+from toque.options import EngineOptions
 from toque.serve.stream import TextStream
 from toque.serve.tokenizer import Tokenizer, load_tokenizer
 from toque.types import (

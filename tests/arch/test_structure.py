@@ -23,7 +23,8 @@ ALLOWED = {
     "types": {"telemetry", "sampling", "spec", "handover"},
     "errors": set(),
     "slo": {"types", "errors"},
-    "config": {"types", "errors", "slo"},
+    "options": {"errors"},
+    "config": {"types", "errors", "slo", "options"},
     "ipc": {"types", "errors"},
     "metrics": {"types", "errors", "slo"},
     "files": {"types", "errors"},
@@ -35,9 +36,9 @@ ALLOWED = {
     "worker": {"types", "errors", "kernels", "model", "layers"},
     "engine": {"types", "errors", "ipc", "scheduler"},
     "handover": {"telemetry"},
-    "disagg": {"types", "errors", "ipc", "memory"},
+    "disagg": {"types", "telemetry", "errors", "ipc", "memory"},
     "structured": {"types", "errors", "ipc"},
-    "serve": {"types", "errors", "config", "slo", "ipc", "metrics", "files", "structured"},
+    "serve": {"types", "errors", "options", "slo", "ipc", "metrics", "files", "structured"},
     "record": {"types", "telemetry", "errors", "ipc"},
     "sim": {"types", "errors", "slo", "ipc", "engine", "scheduler", "memory"},
 }
@@ -105,7 +106,7 @@ def test_serving_and_generating_load_no_torch(tiny_config: Path) -> None:
 import sys
 import toque.serve.server, toque.commands.serve, toque.engine_process, toque.llm
 from toque.build import build_engine
-from toque.config import EngineOptions
+from toque.options import EngineOptions
 from toque.ipc import InProcess
 from pathlib import Path
 options = EngineOptions(load_format="dummy")

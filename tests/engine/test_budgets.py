@@ -18,8 +18,9 @@ from msgspec import structs
 from tests.engine.test_equivalence import STEM, requests, ways
 from tests.engine.test_structured import RECORD, answer
 from toque.build import Loaded, load
-from toque.config import EngineConfig, EngineOptions
+from toque.config import EngineConfig
 from toque.files.checkpoint import open_checkpoint
+from toque.options import EngineOptions
 from toque.serve.tokenizer import load_tokenizer
 from toque.structured.budgets import Thought
 from toque.types import (

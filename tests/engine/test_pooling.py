@@ -16,9 +16,9 @@ from tests.engine.test_scoring import run
 from tests.kernels.cases import stored
 from toque import LLM
 from toque.build import Loaded, load
-from toque.config import EngineOptions
 from toque.kernels.api import Floats, ForwardBatch
 from toque.layers.embedding import Embedding
+from toque.options import EngineOptions
 from toque.scheduler.step import Limits
 from toque.types import (
     Event,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from toque.config import EngineOptions
 from toque.engine_process import Orders, exit_reason, start_engine
 from toque.errors import EngineError
 from toque.ipc import ZmqServeEnd
+from toque.options import EngineOptions
 from toque.types import (
     EngineFailed,
     Finished,

@@ -15,9 +15,10 @@ from tests.engine.test_equivalence import CONFIG, requests
 from tests.engine.test_simulation import crowd, step_ms
 from toque.build import Openings, assemble, load, recorded, schedule, worker_of
 from toque.cli import main
-from toque.config import EngineConfig, EngineOptions
+from toque.config import EngineConfig
 from toque.engine import EngineCore
 from toque.ipc import InProcess
+from toque.options import EngineOptions
 from toque.record.disguise import Disguise
 from toque.record.replay import Replay
 from toque.record.tape import read

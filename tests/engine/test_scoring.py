@@ -11,9 +11,10 @@ import pytest
 
 from tests.engine.test_equivalence import CONFIG, STEM
 from toque.build import Loaded, assemble, load
-from toque.config import EngineConfig, EngineOptions
+from toque.config import EngineConfig
 from toque.ipc import InProcess
 from toque.kernels.api import ForwardBatch
+from toque.options import EngineOptions
 from toque.types import (
     Event,
     Finished,

@@ -18,9 +18,10 @@ from msgspec.structs import replace
 
 from tests.engine.test_equivalence import CONFIG, STEM, requests, ways
 from toque.build import Engine, Loaded, assemble, load
-from toque.config import EngineConfig, EngineOptions
+from toque.config import EngineConfig
 from toque.files.checkpoint import open_checkpoint
 from toque.ipc import InProcess
+from toque.options import EngineOptions
 from toque.serve.tokenizer import load_tokenizer
 from toque.structured.gate import Gate
 from toque.structured.grammars import Grammars

@@ -19,7 +19,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from toque.build import Loaded, load
-from toque.config import EngineOptions
 from toque.files import source_hash, weight_cache
 from toque.files.checkpoint import open_checkpoint
 from toque.files.packed import PREAMBLE_BYTES, Key, PackedTensor, read_header
@@ -30,6 +29,7 @@ from toque.kernels.cpu.ops import CpuOps
 from toque.kernels.cpu.packing import PanelPacking
 from toque.model.dummy import dummy_tensors
 from toque.model.registry import model_spec
+from toque.options import EngineOptions
 from toque.spec import StoredTensor
 
 OPTIONS = EngineOptions(kernels="cpu", threads=1, max_model_len=64)
@@ -371,7 +371,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from toque.build import load
-from toque.config import EngineOptions
+from toque.options import EngineOptions
 from toque.files import source_hash
 source_hash.SETTLED_S = -60.0
 loaded = load(Path(sys.argv[1]), EngineOptions(kernels="cpu", threads=1, max_model_len=64))

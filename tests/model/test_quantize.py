@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from toque.build import build_engine, load
-from toque.config import EngineOptions
 from toque.errors import ConfigError, ModelError
 from toque.files.checkpoint import open_checkpoint
 from toque.ipc import InProcess
@@ -20,6 +19,7 @@ from toque.kernels import select
 from toque.model.dummy import dummy_tensors
 from toque.model.quantize import quantize
 from toque.model.registry import model_spec
+from toque.options import EngineOptions
 from toque.types import StoredTensor
 
 TYPES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_1": gguf.GGMLQuantizationType.Q4_1}

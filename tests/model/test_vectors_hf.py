@@ -15,8 +15,8 @@ from tests.engine.test_equivalence import CONFIG
 from tests.engine.test_scoring import run
 from toque import LLM
 from toque.build import load
-from toque.config import EngineOptions
 from toque.files.checkpoint import open_checkpoint
+from toque.options import EngineOptions
 from toque.types import Pooling, PromptVector, Request, SamplingParams
 
 

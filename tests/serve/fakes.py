@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 from msgspec import structs
 
-from toque.config import ServeOptions
 from toque.errors import EngineError
+from toque.options import ServeOptions
 from toque.serve.server import Server
 from toque.types import (
     Abort,

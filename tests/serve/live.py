@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,10 +18,12 @@ import httpx
 
 
 class Live:
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], port: int, log: Path, host: str = "127.0.0.1"
+    ) -> None:
         self.process = process
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self._log = log
 
     def log(self) -> str:
@@ -104,13 +106,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(model: str, folder: Path, *flags: str) -> Iterator[Live]:
+def serving(
+    model: str, folder: Path, *flags: str, prefix: Sequence[str] = (), host: str = "127.0.0.1"
+) -> Iterator[Live]:
     """Start, wait for /ready, stop. Whatever happens, no process is left behind."""
     port, log = free_port(), folder / "serve.log"
-    command = [sys.executable, "-m", "toque", "serve", model, "--port", str(port), *flags]
+    command = [*prefix, sys.executable, "-m", "toque", "serve", model, "--port", str(port), *flags]
+    command += ["--host", host]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
-    live = Live(process, port, log)
+    live = Live(process, port, log, host)
     try:
         _wait_ready(live)
         yield live

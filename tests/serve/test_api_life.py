@@ -25,9 +25,9 @@ from tests.serve.fakes import (
     serving,
     wait_for,
 )
-from toque.config import ServeOptions
 from toque.errors import ModelError
 from toque.metrics import Metrics
+from toque.options import ServeOptions
 from toque.serve.connections import Connections
 from toque.serve.frontend import ClientGone, EngineClient
 from toque.serve.server import serve

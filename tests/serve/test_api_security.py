@@ -254,7 +254,7 @@ def test_a_certificate_that_cannot_be_used_is_named_at_start(
     tmp_path: Path, certificate: tuple[str, str]
 ) -> None:
     from toque.commands.serve import serve
-    from toque.config import EngineOptions, ServeOptions
+    from toque.options import EngineOptions, ServeOptions
 
     for options in (
         {"ssl_certfile": str(tmp_path / "none")},

@@ -14,7 +14,7 @@ from bench.forward import logits_by_chunk
 from bench.llama_kl import kl_by_row, mean_kl_lines, rounded, scored_positions, write_base
 from bench.reference import key, reference_logits
 from toque.build import load
-from toque.config import EngineOptions
+from toque.options import EngineOptions
 
 Rng = np.random.default_rng
 

@@ -10,16 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toque.cli import _options, parser
-from toque.config import (
-    EngineOptions,
-    Measured,
-    ServeOptions,
-    check_serve,
-    parse_size,
-    reachable_context,
-    resolve,
-)
+from toque.config import Measured, reachable_context, resolve
 from toque.errors import ConfigError
+from toque.options import EngineOptions, ServeOptions, check_serve, parse_size
 from toque.types import ModelSpec, RopeSpec
 
 SPEC = ModelSpec(

@@ -12,11 +12,11 @@ import pytest
 from tests.engine.test_equivalence import CONFIG
 from tests.engine.test_scoring import run
 from toque.build import load
-from toque.config import EngineOptions
 from toque.files.checkpoint import Checkpoint
 from toque.files.fetch import locate
 from toque.files.known_tokens import known_tokens
 from toque.kernels.api import Floats
+from toque.options import EngineOptions
 from toque.types import PromptScores, Request, SamplingParams, Tokens
 
 QWEN_TOKENS = 151_665  # len(tokenizer) of the original; its matrices have 151,936 rows

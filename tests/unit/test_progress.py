@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from toque.build import load
-from toque.config import EngineOptions
 from toque.files import progress
 from toque.files.progress import LateBar, passing_progress
 from toque.model.watched import Watched
+from toque.options import EngineOptions
 from toque.types import StoredTensor
 
 

@@ -25,10 +25,10 @@ import numpy as np
 from toque import __version__
 from toque.bench.machine import arithmetic_peak, copy_bandwidth
 from toque.build import Engine
-from toque.config import EngineOptions
 from toque.errors import ConfigError, EngineError
 from toque.kernels import physical_cores
 from toque.llm import LLM
+from toque.options import EngineOptions
 from toque.types import (
     Chunk,
     Finished,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from toque.config import EngineOptions, ServeOptions
 from toque.disagg.order import Sharing
 from toque.engine_process import Orders, process_exit, start_engine
+from toque.options import EngineOptions, ServeOptions
 
 if TYPE_CHECKING:
     from toque.ipc import ServePort
@@ -99,7 +99,8 @@ def local_engines(orders: Orders, options: ServeOptions) -> Iterator[list[LocalE
     started: list[LocalEngine] = []
     try:
         for index, role in enumerate(wanted):
-            started.append(LocalEngine(divided, Path(orders.folder), role, index))
+            its = structs.replace(divided, sharing=structs.replace(sharing, role=role))
+            started.append(LocalEngine(its, Path(orders.folder), role, index))
         yield started
     finally:
         for engine in started:

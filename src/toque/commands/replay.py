@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 
 from toque.build import load, schedule, worker_of
-from toque.config import EngineConfig, EngineOptions
+from toque.config import EngineConfig
 from toque.engine import EngineCore
 from toque.errors import ConfigError
+from toque.options import EngineOptions
 from toque.record.disguise import HIDDEN_VOCAB
 from toque.record.replay import Difference, Replay
 from toque.record.tape import Header, read

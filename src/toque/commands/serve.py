@@ -11,6 +11,7 @@ import errno
 import gc
 import logging
 import resource
+import secrets
 import socket
 import ssl
 import subprocess
@@ -23,11 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toque.commands.engines import ENGINE_EXIT_S, end_child, local_engines
-from toque.config import EngineOptions, ServeOptions, check_serve
+from toque.commands.secret import shared_secret
 from toque.engine_process import Orders, process_exit, setup_logging, start_engine, started
 from toque.errors import ConfigError, ToqueError
 from toque.files.fetch import Located, locate
 from toque.files.progress import terminal_progress
+from toque.options import EngineOptions, ServeOptions, check_serve
 from toque.types import EngineFailed
 
 if TYPE_CHECKING:
@@ -60,20 +62,38 @@ def _serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
         names = options.served_model_name or located.served_names
         options = replace(options, served_model_name=names)
         log.info("starting: %s from %s", names[0], located.path)
+        if options.engines is not None:
+            remote = _elsewhere(options, engine, located)
+            return _run(_serve_over(listening, located, engine, options, remote))
         if options.single_process:
             return _run(_serve_in_one(listening, located, engine, options))
         with tempfile.TemporaryDirectory(prefix="toque-") as folder:  # mode 0700
             orders = Orders(
                 folder=folder, model_path=str(located.path), model_name=names[0], options=engine
             )
-            if options.engines > 1:
+            if options.local_engines > 1:
                 with local_engines(orders, options) as engines:
-                    return _run(_serve_over(listening, located, orders, options, engines))
+                    return _run(_serve_over(listening, located, engine, options, engines))
             child = start_engine(orders)  # before the server's own imports: both take a moment
             try:
                 return _run(_serve_in_two(listening, located, orders, options, child))
             finally:
                 end_child(child)
+
+
+def _elsewhere(
+    options: ServeOptions, engine: EngineOptions, located: Located
+) -> Sequence[Launcher]:
+    """The engines of --engines, none of them reached yet."""
+    from toque.disagg.remote import RemoteEngine
+    from toque.files.checkpoint import open_checkpoint
+
+    assert options.engines is not None
+    secret = shared_secret(options.secret_file)
+    model = open_checkpoint(located.path, engine.load_format).identity
+    name = secrets.token_hex(16)
+    addresses = options.engines.split(",")
+    return [RemoteEngine(address, secret, model, name) for address in addresses]
 
 
 def _check_tls(options: ServeOptions) -> None:
@@ -144,7 +164,7 @@ async def _serve_in_two(
 async def _serve_over(
     listening: socket.socket,
     located: Located,
-    orders: Orders,
+    engine: EngineOptions,
     options: ServeOptions,
     engines: Sequence[Launcher],
 ) -> int:
@@ -153,7 +173,7 @@ async def _serve_over(
 
     fleet = Fleet(engines)
     try:
-        tokenizer = partial(tokenizer_of, located, orders.options)
+        tokenizer = partial(tokenizer_of, located, engine)
         return await run_server(listening, options, fleet, tokenizer, options.seed)
     finally:
         fleet.close()

@@ -7,10 +7,10 @@ import dataclasses
 import sys
 from typing import Any
 
-from toque.config import EngineOptions
 from toque.files.fetch import locate
 from toque.files.progress import terminal_progress
 from toque.llm import LLM
+from toque.options import EngineOptions
 from toque.types import SamplingParams
 
 

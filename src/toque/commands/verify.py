@@ -27,10 +27,10 @@ from toque.commands.saved_answer import (
     read_saved,
 )
 from toque.commands.serve import bind, engine_thread, tokenizer_of
-from toque.config import EngineOptions, ServeOptions
 from toque.errors import ConfigError, EngineError
 from toque.files.fetch import Located, locate
 from toque.files.progress import terminal_progress
+from toque.options import EngineOptions, ServeOptions
 
 if TYPE_CHECKING:
     import socket

@@ -13,3 +13,4 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     transport: str = "auto"  # auto: shared memory where it reaches, else TCP
     host: str = "127.0.0.1"  # where pages are served over TCP
+    role: str = "both"  # what the engine says of itself; what it does is decided by its orders

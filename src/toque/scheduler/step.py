@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+import msgspec
+
 from toque.scheduler.cost import Work
 from toque.scheduler.queue import NO_LIMITS, QueueLimits
 from toque.scheduler.sequence import Sequence
@@ -123,7 +125,8 @@ class Draft:
 
 @dataclass(slots=True)
 class Totals:
-    """Mutable twin of `Counters`; prefix_hits + first computations = prompt_tokens admitted."""
+    """Mutable twin of `Counters`; prefix_hits + moved_tokens + first computations = prompt_tokens
+    admitted."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -131,6 +134,7 @@ class Totals:
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    moved_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
     wasted_aborted_tokens: int = 0
@@ -143,6 +147,7 @@ class Totals:
     refused_queue_timeout: int = 0
     refused_slo: int = 0
     downgraded: int = 0
+    corrupted: int = 0
 
     def admitted(
         self, sequence: Sequence, hit_tokens: int, evicted_tokens: int, now_s: float
@@ -158,7 +163,9 @@ class Totals:
         sequence.cached_tokens = hit_tokens
         self.prompt_tokens += sequence.num_prompt
         self.prefix_queries += sequence.num_prompt
-        self.prefix_hits += hit_tokens
+        moved_tokens = min(hit_tokens, sequence.request.moved_tokens)
+        self.moved_tokens += moved_tokens
+        self.prefix_hits += hit_tokens - moved_tokens
         self.wasted_evicted_tokens += evicted_tokens
 
     def ended(self, sequence: Sequence, reason: FinishReason, kept_tokens: int | None) -> None:
@@ -175,7 +182,7 @@ class Totals:
         setattr(self, name, getattr(self, name) + 1)
 
     def counters(self) -> Counters:
-        return Counters(**{name: getattr(self, name) for name in Counters.__struct_fields__})
+        return msgspec.convert(self, Counters, from_attributes=True)
 
 
 def needs_history(request: Request) -> bool:

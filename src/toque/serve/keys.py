@@ -20,8 +20,8 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from toque.config import ServeOptions
 from toque.errors import ConfigError
+from toque.options import ServeOptions
 from toque.serve.dashboard import EVENTS_PATH, PAGE_PATHS
 from toque.serve.failures import Failure, send_failure
 

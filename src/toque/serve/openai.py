@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from toque.config import ServeOptions
 from toque.errors import RequestError
+from toque.options import ServeOptions
 from toque.serve.classes import slo_of
 from toque.serve.conversation import chat_conversation
 from toque.serve.embeddings import EmbeddingResponse, embedding_job

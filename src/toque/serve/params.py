@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from toque.config import ServeOptions
 from toque.errors import RequestError
+from toque.options import ServeOptions
 from toque.serve.failures import short
 from toque.serve.schema import (
     MAX_BAD_WORDS,

@@ -21,10 +21,10 @@ from typing import Any
 
 import uvicorn
 
-from toque.config import ServeOptions
 from toque.errors import ToqueError
 from toque.ipc import ServePort
 from toque.metrics import Metrics
+from toque.options import ServeOptions
 from toque.serve.app import create_app
 from toque.serve.classes import check_key_classes
 from toque.serve.connections import Connections

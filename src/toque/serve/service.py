@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from toque.config import ServeOptions
 from toque.errors import RequestError
 from toque.metrics import Metrics
+from toque.options import ServeOptions
 from toque.serve.connections import Connections
 from toque.serve.failures import FailedCall, Failure, short, shutting_down
 from toque.serve.formats import Formats, TemplateText, formats_of
