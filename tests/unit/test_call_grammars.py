@@ -338,3 +338,15 @@ def test_a_tool_in_tags_that_is_not_strict_takes_its_parameters(compiler: Compil
     text = "<tool_call>\n<function=f>\n<parameter=n>\nmany\n</parameter>\n</function>\n</tool_call>"
     assert compiler.matcher(grammar).try_consume_tokens(list(text.encode())) == len(text)
     assert json.loads(read(text, FORMATS[1], offer).calls[0].arguments) == {"n": "many"}
+
+
+def test_a_mark_is_found_as_a_token_too(compiler: Compiler) -> None:
+    def lark(text: str) -> Grammar:
+        return Grammar(kind=GrammarKind.LARK, text=text)
+
+    as_token = lark(f"start: NL <[{MARK}]>\nNL: /\\n?/")
+    assert compiler.may_begin(as_token, "\n<tool_call>")
+    assert compiler.may_begin(as_token, "<tool_call>") and not compiler.may_begin(as_token, "<")
+    in_letters = lark('start: "<tool_call>" /[a-z]/')
+    assert compiler.may_begin(in_letters, "<tool_call>") and compiler.may_begin(in_letters, "<")
+    assert not compiler.may_begin(lark('start: "x<tool_call>"'), "<tool_call>")

@@ -97,6 +97,6 @@ async def _is_like_a_call(service: Service, offer: Offer, formats: Formats, want
             beginnings = ["{", *" \t\r\n"]  # what is JSON may be spelled in many ways
         if wanted[0].kind is GrammarKind.LARK:
             # Of two rules' pieces llguidance follows the longer one, once that has begun.
-            beginnings = [text[0] for text in beginnings]
+            beginnings += [text[0] for text in beginnings]
         beginnings = [blank + text for blank in _BREAKS for text in beginnings]
     return await service.grammars.may_begin(wanted[0], beginnings, *service.require_ready())

@@ -150,13 +150,15 @@ class Compiler:
                         raise SchemaError(place, f"{message}, which is declared: not supported")
 
     def may_begin(self, grammar: Grammar, text: str) -> bool:
-        """Whether an output may: with these letters, or with the marker token of that text.
+        """Whether an output may: in letters, or with a marker token at the end of `text`.
         Raises GrammarError."""
-        marker = self.markers.get(text)
-        spelled = [self._tokenizer.greedy_tokenize(text), [] if marker is None else [marker]]
+        letters = self._tokenizer.greedy_tokenize
+        spelled = [letters(text)]
+        for mark, token in self.markers.items():
+            if mark and text.endswith(mark):
+                spelled.append([*letters(text[: -len(mark)]), token])
         return any(
-            bool(ids) and self.matcher(grammar).try_consume_tokens(ids) == len(ids)
-            for ids in spelled
+            self.matcher(grammar).try_consume_tokens(ids) == len(ids) for ids in spelled if ids
         )
 
     def _reads(self, matcher: LLMatcher, text: str) -> bool:
