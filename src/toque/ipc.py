@@ -14,7 +14,7 @@ import select
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -118,10 +118,11 @@ class _InProcessEngineEnd:
     def close(self) -> None: ...
 
 
-def socket_of(kind: int) -> zmq.Socket[bytes]:
-    """High-water marks are off: a full queue would block the engine or drop a message. What bounds
+def prepared(socket: Any) -> Any:
+    """A socket of either kind, plain or of asyncio, with what all of ours have in common.
+
+    High-water marks are off: a full queue would block the engine or drop a message. What bounds
     memory is that serve always reads and cuts off clients that do not."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 500)  # ms for the last words of an engine that ends
     socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms between looks whether the other end is there
@@ -131,7 +132,7 @@ def socket_of(kind: int) -> zmq.Socket[bytes]:
 def _socket(kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
     """Who sends connects and who receives binds: ZeroMQ keeps what is sent over a connection that
     is still to come, and refuses it on a bound socket that nobody has reached yet."""
-    socket = socket_of(kind)
+    socket: zmq.Socket[bytes] = prepared(zmq.Context.instance().socket(kind))
     if bind:
         socket.bind(address)
     else:
@@ -217,20 +218,20 @@ class ZmqServeEnd:
         frozen_after_s: float | None = None,
     ) -> None:
         self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/to-engine", bind=False)
-        self._inbox = zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL)
-        self._inbox.set_hwm(0)
+        self._inbox = prepared(zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL))
         self._exit = engine_exit
-        self._monitor: asyncio.Task[None] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._watching: asyncio.Task[None] | None = None
         if frozen_after_s is not None:
             self._inbox.setsockopt(zmq.HEARTBEAT_IVL, int(frozen_after_s * 250))
             self._inbox.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(frozen_after_s * 1000))
-            self._monitor = asyncio.ensure_future(self._watch(frozen_after_s))
+            self._monitor = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._watching = asyncio.ensure_future(self._watch(self._monitor, frozen_after_s))
         self._inbox.bind(f"ipc://{folder}/from-engine")
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._encoder = msgspec.msgpack.Encoder()
 
-    async def _watch(self, frozen_after_s: float) -> None:
-        monitor = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    async def _watch(self, monitor: zmq.Socket[bytes], frozen_after_s: float) -> None:
         await zmq.asyncio.Socket.from_socket(monitor).recv_multipart()
         await asyncio.wait((self._exit,), timeout=LAST_WORDS_S)
         if not self._exit.done():
@@ -245,8 +246,9 @@ class ZmqServeEnd:
         return self._decoder.decode(await next_word(self._inbox, self._exit))
 
     def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.cancel()
+        if self._monitor is not None and self._watching is not None:
+            self._watching.cancel()
             self._inbox.disable_monitor()
+            self._monitor.close(0)
         self._outbox.close()
         self._inbox.close()

@@ -8,6 +8,7 @@ These travel beside the values of `types.py`, which exports them too: import the
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +28,8 @@ class NoteKind(StrEnum):
     PREEMPTED = "preempted"  # it lost its pages; `tokens` had been computed
     FIRST_TOKEN = "first_token"
     DOWNGRADED = "downgraded"  # its class could not be kept: no promise from here on
+    FETCHED = "fetched"  # its prompt's pages came from another engine, by transport `reason`
+    ENGINE_LOST = "engine_lost"  # the engine that had a part of it is gone; it goes on elsewhere
     FINISHED = "finished"  # `reason` is a FinishReason
     MORE = "more"  # what happened after the timeline was full, in one line
 
@@ -53,6 +56,8 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
     tokens: int = 0
     reason: str = ""
+    engine: int = -1  # index of who did it; -1: there is one engine
+    counts: dict[str, int] = msgspec.field(default_factory=dict)  # of FETCHED: pages by fate, bytes
 
 
 class Counters(Wire, frozen=True, kw_only=True):
@@ -63,7 +68,8 @@ class Counters(Wire, frozen=True, kw_only=True):
     computed_tokens: int = 0  # run through the model, recomputation included
     generation_tokens: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache
-    prefix_hits: int = 0
+    prefix_hits: int = 0  # found there; what another engine computed for this request is no hit
+    moved_tokens: int = 0  # of prompts: computed by another engine for this request
     preemptions: int = 0  # events
     recomputed_tokens: int = 0  # had been computed before a preemption and were again
     # Tokens computed for nothing, by cause; those of preemptions are `recomputed_tokens`.
@@ -78,17 +84,21 @@ class Counters(Wire, frozen=True, kw_only=True):
     refused_queue_timeout: int = 0
     refused_slo: int = 0
     downgraded: int = 0  # requests that wait without their class's promise
+    corrupted: int = 0  # requests whose logits were not numbers
 
 
-def plus(a: Counters, b: Counters) -> Counters:
-    names = Counters.__struct_fields__
-    return Counters(**{name: getattr(a, name) + getattr(b, name) for name in names})
+Totals = TypeVar("Totals", bound=Wire)
 
 
-def minus(a: Counters, b: Counters) -> Counters:
+def plus(a: Totals, b: Totals) -> Totals:
+    names = a.__struct_fields__
+    return type(a)(**{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+def minus(a: Totals, b: Totals) -> Totals:
     """What was counted since `b`."""
-    names = Counters.__struct_fields__
-    return Counters(**{name: getattr(a, name) - getattr(b, name) for name in names})
+    names = a.__struct_fields__
+    return type(a)(**{name: getattr(a, name) - getattr(b, name) for name in names})
 
 
 class Load(Wire, frozen=True, kw_only=True):
@@ -159,3 +169,4 @@ class Snapshot(Wire, frozen=True, kw_only=True):
     pages: bytes = b""  # one per page: 0 free, 1 cached, 2 held, 3 shared
     tree: tuple[Branch, ...] = ()  # parents first; as much as is shown
     branches: int = 0  # all of them
+    engine: int = 0  # whose it is, where there are several

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from toque.handover import (
+    FETCH_STAGES,
     EngineState,
     Fetched,
     FleetReport,
+    Kept,
+    PageFault,
     PageRef,
     PagesReady,
     Release,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     pass
 
 __all__ = (  # beside what is defined here
+    "FETCH_STAGES",
     "Branch",
     "Counters",
     "EngineState",
@@ -59,11 +63,13 @@ __all__ = (  # beside what is defined here
     "FleetReport",
     "Grammar",
     "GrammarKind",
+    "Kept",
     "Lane",
     "Load",
     "ModelSpec",
     "Note",
     "NoteKind",
+    "PageFault",
     "PageRef",
     "PagesReady",
     "Pooling",
@@ -124,6 +130,7 @@ class Request(Wire, frozen=True, kw_only=True):
     thinking: ThinkingBudget | None = None
     slo: Slo | None = None  # its class, whichever the policy: attainment is counted under all
     output: tuple[TokenId, ...] = ()  # tokens that another engine gave before it was lost
+    moved_tokens: int = 0  # of its prompt are here because another engine computed them for it
 
 
 class Abort(Wire, frozen=True, kw_only=True):
@@ -142,6 +149,8 @@ class Explain(Wire, frozen=True, kw_only=True):
 
 class Look(Wire, frozen=True, kw_only=True):
     """Asks for a `Snapshot`."""
+
+    engine: int = 0  # of several
 
 
 class Shutdown(Wire, frozen=True, kw_only=True):
@@ -166,8 +175,8 @@ class Prefill(Wire, frozen=True, kw_only=True):
 
 
 class Fetch(Wire, frozen=True, kw_only=True):
-    """Serve this request; its prompt's pages are being computed at `source` under the same id.
-    What has not come `patience_s` from now is computed here."""
+    """Serve this request; its prompt's pages are being computed at `source`. What has not come
+    `patience_s` from now is computed here."""
 
     request: Request
     source: Source
@@ -318,6 +327,7 @@ FromEngine = (
     | EngineFailed
     | PagesReady
     | Fetched
+    | Kept
     | FleetReport
 )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,10 +18,12 @@ import httpx
 
 
 class Live:
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], port: int, log: Path, host: str = "127.0.0.1"
+    ) -> None:
         self.process = process
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self._log = log
 
     def log(self) -> str:
@@ -73,6 +77,24 @@ class Live:
         return self.engine_pids()[0]
 
 
+@contextmanager
+def serving_tiny(config: Path, folder: Path, template: str, *flags: str) -> Iterator[Live]:
+    """The tiny random model (conftest.tiny_config) under a chat template of the test's own, and
+    with a context that holds tools; comes to rest at the end."""
+    model = folder / "model"
+    shutil.copytree(config, model)
+    for name, values in (
+        ("tokenizer_config.json", {"chat_template": template}),
+        ("config.json", {"max_position_embeddings": 4096}),
+    ):
+        kept = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**kept, **values}))
+    dummy = ("--load-format", "dummy", "--served-model-name", "tiny", "--max-num-seqs", "8")
+    with serving(str(model), folder, *dummy, *flags) as live:
+        yield live
+        live.wait_idle()
+
+
 def free_port() -> int:
     """Not one that the system gives to outgoing connections (from 32768 on): anybody's next
     connection could take it before the server does."""
@@ -84,13 +106,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(model: str, folder: Path, *flags: str) -> Iterator[Live]:
+def serving(
+    model: str, folder: Path, *flags: str, prefix: Sequence[str] = (), host: str = "127.0.0.1"
+) -> Iterator[Live]:
     """Start, wait for /ready, stop. Whatever happens, no process is left behind."""
     port, log = free_port(), folder / "serve.log"
-    command = [sys.executable, "-m", "toque", "serve", model, "--port", str(port), *flags]
+    command = [*prefix, sys.executable, "-m", "toque", "serve", model, "--port", str(port), *flags]
+    command += ["--host", host]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
-    live = Live(process, port, log)
+    live = Live(process, port, log, host)
     try:
         _wait_ready(live)
         yield live

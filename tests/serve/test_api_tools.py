@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 from tests.serve.fakes import (
@@ -43,6 +44,11 @@ class HermesTokenizer(ByteTokenizer):
 def tool(name: str, **properties: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def strict(properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
 
 
 TOOLS = [tool("weather", city={"type": "string"}, days={"type": "integer"}), tool("now")]
@@ -120,6 +126,35 @@ def test_a_call_is_a_message_without_text(server: ServerThread) -> None:
     assert told["content"] is None and told["finish_reason"] == "tool_calls"
     assert [c["name"] for c in told["tool_calls"]] == ["weather"]
     assert json.loads(told["tool_calls"][0]["arguments"]) == {"city": 'Os"lo 😀', "days": 2}
+
+
+def test_each_choice_that_is_read_for_calls_is_counted_once() -> None:
+    """Streamed or whole, with a call or without; a chat without tools is not read."""
+    engine = FakeEngine(context=8192)
+    with serving(engine, load_tokenizer=HermesTokenizer, metrics_compat="vllm") as server:
+        plays(server, CALL)
+        server.chat(tools=TOOLS, n=2)
+        server.stream(CHAT, messages=HI, tools=TOOLS)
+        server.chat()
+        body = {
+            "input": "hi",
+            "model": "fake",
+            "tools": [{"type": "function", **TOOLS[0]["function"]}],
+        }
+        assert server.http.post("/v1/responses", json=body).status_code == 200
+        plays(server, "no call")
+        server.chat(tools=TOOLS)
+        server.stream(CHAT, messages=HI, tools=TOOLS)
+        families = text_string_to_metric_families(server.http.get("/metrics").text)
+    told = next(f for f in families if f.name == "vllm:tool_call_parser_invocations")
+    names = ("mode", "request_type", "outcome")
+    assert {tuple(s.labels[n] for n in names): s.value for s in told.samples} == {
+        ("non_streaming", "chat_completions", "tool_call"): 2,
+        ("streaming", "chat_completions", "tool_call"): 1,
+        ("non_streaming", "responses", "tool_call"): 1,
+        ("non_streaming", "chat_completions", "no_tool_call"): 1,
+        ("streaming", "chat_completions", "no_tool_call"): 1,
+    }
 
 
 def test_text_before_and_after_calls_is_kept(server: ServerThread) -> None:
@@ -239,6 +274,10 @@ def test_choices_keep_their_calls_apart(server: ServerThread) -> None:
 
 # ---------------------------------------------------------------------------------------- refusals
 
+FORM = "response_format.json_schema"
+NO_VALUE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}
+ANY_OBJECT = {"type": "json_object"}
+NAMED = {"type": "function", "function": {"name": "now"}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "zigzag", "function": {"name": "f"}}]}, "tools[0].type"),
@@ -270,10 +309,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
-    *(({"tools": TOOLS, "tool_choice": choice, **asked}, param)
-      for choice in ("auto", "required", {"type": "function", "function": {"name": "now"}})
-      for asked, param in (({"response_format": {"type": "json_object"}}, "response_format"),
-                           ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"))),
+    *(({"tools": TOOLS, "tool_choice": choice, "response_format": NO_VALUE}, f"{FORM}.schema")
+      for choice in ("none", "auto", "required", NAMED)),
+    *(({"tools": TOOLS, "structured_outputs": {name: asked}}, f"structured_outputs.{name}")
+      for name, asked in (("regex", "a|\\n.tool_call>.*"), ("choice", ["<tool_call>x"]),
+                          ("grammar", 'start: "<" /[a-z]+/'))),
+    ({"tools": [strict({"a": {"pattern": "["}})], "response_format": ANY_OBJECT}, "tools"),
+    ({"tools": [strict({"a": {"bogus": 1}})], "response_format": ANY_OBJECT}, "tools[0]"),
     ({"thinking_token_budget": -1}, "thinking_token_budget"),
 ]  # fmt: skip
 

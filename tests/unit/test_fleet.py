@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from toque.disagg import fleet as fleet_module
 from toque.disagg.fleet import Fleet
@@ -24,9 +27,11 @@ from toque.types import (
     Fetched,
     Finished,
     FinishReason,
+    FleetReport,
     FromEngine,
     Hello,
     Load,
+    Look,
     PagesReady,
     Prefill,
     Refused,
@@ -34,6 +39,8 @@ from toque.types import (
     Request,
     SamplingParams,
     Shutdown,
+    Slo,
+    Snapshot,
     Source,
     StepReport,
     Times,
@@ -52,8 +59,9 @@ def token_at(position: int) -> int:
 class FakeEngine:
     """A ServePort and its launcher in one."""
 
-    def __init__(self, role: str, fingerprint: str = "f") -> None:
+    def __init__(self, role: str, fingerprint: str = "f", tokens_per_s: float = 0.0) -> None:
         self.role = role
+        self.tokens_per_s = tokens_per_s
         self.fingerprint = fingerprint
         self.sent: list[ToEngine] = []  # over all starts
         self.starts = 0
@@ -78,6 +86,7 @@ class FakeEngine:
                 fingerprint=self.fingerprint,
                 source=source,
                 role=self.role,
+                prefill_tokens_per_s=self.tokens_per_s,
             )
         )
         return self
@@ -128,15 +137,24 @@ class Client:
         self.fleet = fleet
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[Event]] = {}
+        self.others: list[FromEngine] = []
+        self.counters = Counters()
 
     async def read(self) -> None:
         while True:
             message = await self.fleet.receive()
+            if isinstance(message, StepReport):
+                self.counters = message.counters
+            else:
+                self.others.append(message)
             for event in message.events if isinstance(message, StepReport) else ():
                 if isinstance(event, Tokens):
                     self.tokens.setdefault(event.id, []).extend(event.ids)
                 else:
                     self.ends.setdefault(event.id, []).append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.others if isinstance(message, kind)]
 
     async def until(self, condition: Callable[[], Any]) -> None:
         for _ in range(20_000):
@@ -176,11 +194,13 @@ def test_a_prompt_is_handed_over_and_its_pages_are_let_go() -> None:
     async def scenario(client: Client) -> None:
         client.fleet.send(request("a"))
         (order,), (fetch,) = prefill.of(Prefill), decode.of(Fetch)
-        assert order.request.id == fetch.request.id == "a"
+        assert fetch.request.id == "a"
+        name = order.request.id
         assert order.request.prompt == request("a").prompt[:40]  # whole pages, one token left
-        prefill.say(PagesReady(id="a", first=0, pages=()))
-        prefill.say(PagesReady(id="a", first=0, pages=(), last=True))
+        prefill.say(PagesReady(id=name, first=0, pages=()))
+        prefill.say(PagesReady(id=name, first=0, pages=(), last=True))
         await client.until(lambda: len(decode.of(PagesReady)) == 2)
+        assert {message.id for message in decode.of(PagesReady)} == {"a"}
         decode.say(Fetched(id="a", moved_pages=10, moved_bytes=80))
         await client.until(lambda: prefill.of(Release))
         decode.report(Tokens(id="a", ids=(5,)), end("a", cached_tokens=40))
@@ -193,6 +213,84 @@ def test_a_prompt_is_handed_over_and_its_pages_are_let_go() -> None:
     play([prefill, decode], scenario)
 
 
+def test_a_fetch_is_told_by_stage_until_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "TELL_S", 0.001)
+    prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+
+    async def scenario(client: Client) -> None:
+        def told(stages: dict[str, int]) -> Callable[[], bool]:
+            return lambda: client.of(FleetReport)[-1].stages == stages
+
+        client.fleet.send(request("a"))
+        client.fleet.send(structs.replace(request("b"), prompt=tuple(range(100, 141))))
+        await client.until(told({"waiting_to_start": 2}))
+        name = prefill.of(Prefill)[0].request.id
+        prefill.say(PagesReady(id=name, first=0, pages=()))
+        await client.until(told({"waiting_to_start": 1, "in_progress": 1}))
+        prefill.say(PagesReady(id=name, first=0, pages=(), last=True))
+        decode.say(Fetched(id="a", moved_pages=10))
+        await client.until(told({"waiting_to_start": 1, "completed_waiting": 1}))
+        decode.report(Tokens(id="a", ids=(5,)))
+        client.fleet.send(Abort(id="b"))
+        decode.report(end("b", FinishReason.ABORT))
+        await client.until(told({}))
+
+    play([prefill, decode], scenario)
+
+
+def test_a_prompt_counts_where_it_is_answered_and_its_work_where_it_is_done() -> None:
+    prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+    there = Counters(prompt_tokens=40, prefix_queries=40, prefix_hits=8, computed_tokens=32)
+    here = Counters(prompt_tokens=41, prefix_queries=41, moved_tokens=40, computed_tokens=9)
+
+    async def scenario(client: Client) -> None:
+        prefill.say(StepReport(counters=there))
+        decode.say(StepReport(counters=here))
+        await client.until(lambda: client.counters.computed_tokens == 41)
+        assert client.counters == structs.replace(here, computed_tokens=41)
+
+    play([prefill, decode], scenario)
+
+
+def test_a_look_goes_to_one_engine_and_the_picture_says_whose_it_is() -> None:
+    engines = [FakeEngine("both"), FakeEngine("both")]
+
+    async def scenario(client: Client) -> None:
+        client.fleet.send(Look(engine=1))
+        assert len(engines[1].of(Look)) == 1 and not engines[0].of(Look)
+        for engine in engines:
+            engine.say(Snapshot(step=1))
+        await client.until(lambda: len(client.of(Snapshot)) == 2)
+        assert {seen.engine for seen in client.of(Snapshot)} == {0, 1}
+
+    play(engines, scenario)
+
+
+def test_an_engine_is_told_alive_lost_starting_and_alive_again() -> None:
+    class Slow(FakeEngine):
+        async def start(self) -> FakeEngine:
+            port = await super().start()
+            if self.starts > 1:
+                self.hello, self._out = self._out, asyncio.Queue()
+            return port
+
+    engines = [FakeEngine("both"), Slow("both")]
+
+    def lives(client: Client) -> list[tuple[bool, bool, int]]:
+        told = [report.engines[1] for report in client.of(FleetReport)]
+        return [(state.alive, state.starting, state.restarts) for state in told]
+
+    async def scenario(client: Client) -> None:
+        engines[1].die()
+        await client.until(lambda: (False, False, 1) in lives(client))
+        await client.until(lambda: (False, True, 1) in lives(client))
+        engines[1].say(await engines[1].hello.get())
+        await client.until(lambda: lives(client)[-1] == (True, False, 1))
+        assert [states[0] for states, _ in groupby(lives(client))] == [True, False, False, True]
+
+    play(engines, scenario)
+
+
 @pytest.mark.parametrize("computed", [False, True])
 def test_dg03_dg08_an_abort_reaches_both_sides_at_once(computed: bool) -> None:
     """While the prompt is computed, and when it is and the other side has not heard of it."""
@@ -200,15 +298,16 @@ def test_dg03_dg08_an_abort_reaches_both_sides_at_once(computed: bool) -> None:
 
     async def scenario(client: Client) -> None:
         client.fleet.send(request("a"))
+        name = prefill.of(Prefill)[0].request.id
         if computed:
-            prefill.say(PagesReady(id="a", first=0, pages=(), last=True))
+            prefill.say(PagesReady(id=name, first=0, pages=(), last=True))
             await client.until(lambda: decode.of(PagesReady))
         client.fleet.send(Abort(id="a"))
-        assert [m.id for m in prefill.of(Release)] == ["a"]
+        assert [m.id for m in prefill.of(Release)] == [name]
         assert [m.id for m in decode.of(Abort)] == ["a"]
         decode.report(end("a", FinishReason.ABORT))
         await client.until(lambda: client.ends)
-        prefill.say(PagesReady(id="a", first=0, pages=(), last=True))  # they crossed
+        prefill.say(PagesReady(id=name, first=0, pages=(), last=True))  # they crossed
         await client.until(lambda: len(prefill.of(Release)) == 2)
         assert client.fleet._members[0].open_requests == client.fleet._members[1].open_requests == 0
 
@@ -251,6 +350,42 @@ def test_no_engine_left_is_a_503_or_a_failed_end() -> None:
         assert engine.of(Request)[-1].id == "later"
 
     play([engine], scenario)
+
+
+def test_a_first_token_that_would_be_late_is_sought_elsewhere() -> None:
+    """A slow engine has most of the prompt, a fast one has nothing of it: fewer tokens to compute
+    decide, unless the class's target would be missed. When it is missed anyway they decide again,
+    and a queue that the engine itself reports says how fast it is."""
+    slow, fast = FakeEngine("both", tokens_per_s=10), FakeEngine("both", tokens_per_s=1000)
+    chat = Slo(name="chat", ttft_s=0.9)
+
+    def asked(name: str, slo: Slo | None = None, late_s: float = 0.0) -> Request:
+        arrived_s = time.monotonic() - late_s
+        return structs.replace(request(name), arrived_s=arrived_s, slo=slo)
+
+    async def scenario(client: Client) -> None:
+        async def goes_to(wanted: FakeEngine, sent: Request) -> None:
+            client.fleet.send(sent)
+            assert wanted.of(Request)[-1].id == sent.id
+            wanted.report(Tokens(id=sent.id, ids=(1,)), end(sent.id))
+            await client.until(lambda: sent.id in client.ends)
+
+        await goes_to(slow, asked("first"))  # both know nothing: the lower index
+        await goes_to(slow, asked("cached"))  # one token to compute
+        client.fleet.send(request("long", 9))  # a second's work for the slow one
+        await goes_to(slow, asked("no class"))
+        await goes_to(fast, asked("chat", chat))
+        # Now both have the prompt, and the slow one its queue; too late everywhere: fewer tokens.
+        assert slow.of(Request)[-2].id == "long"
+        slow.report(Tokens(id="long", ids=(1,)), end("long"))
+        await client.until(lambda: "long" in client.ends)
+        await goes_to(slow, asked("late", chat, late_s=2.0))
+        load = Load(total_pages=64, waiting_tokens=100, backlog_s=1000.0)
+        slow.say(StepReport(load=load))
+        await client.until(lambda: client.fleet._members[0].load is load)
+        await goes_to(fast, asked("slow as told", chat))
+
+    play([slow, fast], scenario)
 
 
 def test_engines_that_differ_do_not_start_together() -> None:

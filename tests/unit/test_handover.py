@@ -110,6 +110,7 @@ class FaultyPeer:
 
     def __init__(self, pool: PoolView, script: Script) -> None:
         self._pool, self._script = pool, script
+        self.closed = False
 
     def pull(self, refs: Sequence[PageRef], out: Bytes, deadline_s: float) -> None:
         fault = self._script.next()
@@ -126,7 +127,8 @@ class FaultyPeer:
 
     def fence(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
 
 class Clock:
@@ -143,8 +145,14 @@ class Decoder(Side):
     def __init__(self, source: PoolView, faults: list[str]) -> None:
         super().__init__()
         self.clock = Clock()
-        peer = FaultyPeer(source, Script(faults))
-        self.importer = Importer(self.cache, self.pool, lambda _: peer, self.clock)
+        self.peers: list[FaultyPeer] = []
+        script = Script(faults)
+
+        def connect(_: Source) -> FaultyPeer:
+            self.peers.append(FaultyPeer(source, script))
+            return self.peers[-1]
+
+        self.importer = Importer(self.cache, self.pool, connect, self.clock)
 
     def settle(self, fetched_id: str) -> None:
         """Until the request can go on. Pulls are threads: they get real time, the deadline gets
@@ -158,6 +166,7 @@ class Decoder(Side):
                 (end_of,) = told
                 pages = end_of.cached_pages + end_of.moved_pages + end_of.missing_pages
                 assert pages == (len(requests[0].prompt) - 1) // BLOCK
+                assert requests[0].moved_tokens == end_of.moved_pages * BLOCK
                 return
             fetch = self.importer._fetches[fetched_id]
             if not fetch.pulls:
@@ -233,6 +242,28 @@ def test_nothing_wrong_moves_everything() -> None:
     assert sink.check_contents(tokens) == 9
 
 
+def test_a_peer_that_is_not_asked_any_more_is_let_go() -> None:
+    """Whoever is gone says nothing; its pool would stay mapped as long as this engine lives."""
+    source = Prefiller()
+    sink = Decoder(source.pool, [])
+    for number, pause_s in enumerate((0.0, 50.0, 200.0)):
+        sink.clock.now_s += pause_s
+        sink.importer.poll()
+        end = time.monotonic() + 60
+        while pause_s == 200.0 and not all(peer.closed for peer in sink.peers):
+            assert time.monotonic() < end, "nobody closed it"
+        name, tokens = f"r{number}", list(range(100 * number, 100 * number + 38))
+        fetch = Fetch(request=request(name, tokens), source=SOURCE, patience_s=60.0)
+        sink.importer.begin(fetch)
+        sink.importer.poll()
+        for message in source.run(request(name, tokens[:36]), 9):
+            sink.importer.ready(message)
+        sink.settle(name)
+        assert sink.check_contents(tokens) == 9
+        source.exporter.release(name)
+    sink.importer.close()
+
+
 def test_only_missing_pages_travel() -> None:
     source = Prefiller()
     sink = Decoder(source.pool, [])
@@ -265,7 +296,7 @@ def test_a_lease_keeps_pages_and_ends() -> None:
     source.exporter.expire(29.0)
     assert source.cache.held_pages == 4
     source.exporter.expire(31.0)
-    assert source.cache.held_pages == 0 and source.exporter.expired == 1
+    assert source.cache.held_pages == 0 and source.exporter.kept(31.0).expired == 1
     source.exporter.release("a")
     source.exporter.release("never")
     source.cache.check()

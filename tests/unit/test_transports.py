@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -216,6 +217,37 @@ def test_a_peer_that_says_nothing_is_late() -> None:
         tcp.TcpPeer(where, SECRET).pull(
             [PageRef(page=0, epoch=0, checksum=b"")], bounce(1), time.monotonic() + 0.2
         )
+
+
+def test_a_pull_that_blocks_ends_when_it_is_closed() -> None:
+    """By another thread: an engine that stops does not wait for one that is frozen."""
+    bound, where = listening()
+    peer, failed = tcp.TcpPeer(where, SECRET), threading.Event()
+
+    def pull() -> None:
+        with pytest.raises(TransferError):
+            peer.pull([PageRef(page=0, epoch=0, checksum=b"")], bounce(1), soon() + FAR_S)
+        failed.set()
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    wait(lambda: peer._connection is not None)
+    peer.close()
+    thread.join(FAR_S / 2)
+    assert failed.is_set()
+    bound.close()
+
+
+def test_a_server_that_is_closed_is_closed() -> None:
+    """For who comes, and for who is there; its threads waited at sockets that were still open."""
+    engine = shared("tcp")
+    filled(engine)
+    server = server_of(engine)
+    with welcome(engine) as peer:
+        server.close()
+        assert peer.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address(engine), timeout=FAR_S)
 
 
 def test_nobody_is_there() -> None:

@@ -4,6 +4,7 @@
     fleet.py      one ServePort over many          roles.py      an EnginePort around the channel
     routing.py    which engine a request goes to   exporter.py   keeps computed pages for others
                                                    importer.py   puts others' pages into the tree
+                                                   pullers.py    threads that pull, and verify
                                                    transport.py  shm.py, tcp.py: bytes of pages
 
 The prefix tree is where a hand-over meets the engine: what arrives and verifies becomes a cached

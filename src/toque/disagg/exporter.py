@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from toque.disagg.names import page_names
 from toque.disagg.transport import PoolView
 from toque.memory.manager import CacheManager
 from toque.types import (
     Event,
     Finished,
     FinishReason,
+    Kept,
     PageRef,
     PagesReady,
     Prefill,
@@ -34,7 +36,14 @@ from toque.types import (
 class _Prefill:
     request: Request
     lease_s: float
+    names: list[bytes]  # of its full pages
     refs: list[PageRef] = field(default_factory=list)  # announced so far, in order of position
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    began_s: float
+    end_s: float
 
 
 class Exporter:
@@ -44,33 +53,42 @@ class Exporter:
         self._cache = cache
         self._pool = pool
         self._running: dict[str, _Prefill] = {}
-        self._leases: dict[str, float] = {}  # id -> when it ends
-        self.expired = 0  # leases that nobody released in time
+        self._leases: dict[str, _Lease] = {}
+        self._released = self._expired = 0
 
-    @property
-    def leased(self) -> int:
-        return len(self._leases)
-
-    def oldest_end_s(self) -> float | None:
-        """When the next lease ends."""
-        return min(self._leases.values(), default=None)
+    def kept(self, now_s: float) -> Kept:
+        """In numbers; of what comes from elsewhere it knows nothing."""
+        oldest_s = min((lease.began_s for lease in self._leases.values()), default=now_s)
+        return Kept(
+            leases=len(self._leases),
+            oldest_lease_s=now_s - oldest_s,
+            released=self._released,
+            expired=self._expired,
+        )
 
     def begin(self, order: Prefill) -> Request:
         """The request that the engine is to run: it reads its prompt, and that is all."""
-        self._running[order.request.id] = _Prefill(order.request, order.lease_s)
-        return order.request
+        request = order.request
+        names = page_names(request.prompt, request.cache_salt, self._cache.block_size)
+        self._running[request.id] = _Prefill(request, order.lease_s, names)
+        return request
 
     def release(self, request_id: str) -> None:
         """The pages are no longer wanted: cached from now on, evicted when others need them.
         A lease that has ended already, or never began, is no error: the two crossed."""
-        if self._leases.pop(request_id, None) is not None:
-            self._cache.release(_key(request_id))
+        if request_id in self._leases:
+            self._end(request_id)
+            self._released += 1
 
     def expire(self, now_s: float) -> None:
         """End the leases whose time is over."""
-        for request_id in [i for i, end_s in self._leases.items() if end_s <= now_s]:
-            self.expired += 1
-            self.release(request_id)
+        for request_id in [i for i, lease in self._leases.items() if lease.end_s <= now_s]:
+            self._end(request_id)
+            self._expired += 1
+
+    def _end(self, request_id: str) -> None:
+        del self._leases[request_id]
+        self._cache.release(_key(request_id))
 
     def after_step(self, events: tuple[Event, ...], now_s: float) -> list[PagesReady]:
         """What can be read since the last call. `events` are those of the step just committed."""
@@ -99,7 +117,8 @@ class Exporter:
         first = len(prefill.refs)
         if len(pages) <= first:
             return None
-        prefill.refs += [self._pool.reference(page) for page in pages[first:]]
+        fresh = zip(pages[first:], prefill.names[first:], strict=False)  # a full page has a name
+        prefill.refs += [self._pool.reference(page, name) for page, name in fresh]
         return PagesReady(id=prefill.request.id, first=first, pages=tuple(prefill.refs[first:]))
 
     def _lease(self, prefill: _Prefill, now_s: float) -> PagesReady:
@@ -109,17 +128,18 @@ class Exporter:
         tokens = (*request.prompt, 0)  # a match leaves at least one token to compute
         match = self._cache.match(tokens, request.cache_salt)
         self._cache.admit(_key(request.id), tokens, request.cache_salt, match, guest=True)
-        self._leases[request.id] = now_s + prefill.lease_s
+        self._leases[request.id] = _Lease(now_s, now_s + prefill.lease_s)
         known = {ref.page: ref for ref in prefill.refs}
-        refs = tuple(self._kept(page, known) for page in match.pages)
+        kept = zip(match.pages, prefill.names, strict=False)
+        refs = tuple(self._kept(page, name, known) for page, name in kept)
         return PagesReady(id=request.id, first=0, pages=refs, last=True)
 
-    def _kept(self, page: int, known: dict[int, PageRef]) -> PageRef:
+    def _kept(self, page: int, name: bytes, known: dict[int, PageRef]) -> PageRef:
         """The reference announced before, if it is still of the same use of the page."""
         ref = known.get(page)
         if ref is not None and ref.epoch == self._cache.epoch(page):
             return ref
-        return self._pool.reference(page)
+        return self._pool.reference(page, name)
 
 
 def _key(request_id: str) -> str:

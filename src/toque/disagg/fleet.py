@@ -17,24 +17,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
 from toque.disagg.members import (
+    HANDOVER,
     Launcher,
     Member,
     Placed,
     merged_counters,
     merged_hello,
     merged_load,
+    only_pages,
 )
 from toque.disagg.routing import chain, choose
+from toque.disagg.totals import added, with_move
 from toque.errors import EngineError
 from toque.types import (
+    FETCH_STAGES,
     Abort,
     EngineFailed,
-    EngineState,
     Event,
     Explain,
     Fetch,
@@ -45,6 +49,7 @@ from toque.types import (
     FromEngine,
     Heartbeat,
     Hello,
+    Kept,
     Look,
     PagesReady,
     Prefill,
@@ -52,7 +57,6 @@ from toque.types import (
     Refused,
     Release,
     Request,
-    SamplingParams,
     Shutdown,
     Snapshot,
     Spellings,
@@ -100,8 +104,7 @@ class Fleet:
             case Explain():
                 self._explain(message)
             case Look():
-                for member in self._members:
-                    member.send(message)
+                self._members[message.engine].send(message)
             case Spellings():
                 self._spellings = message  # for engines that come later, too
                 for member in self._members:
@@ -149,11 +152,13 @@ class Fleet:
             decode.take(placed, missing_tokens)
             decode.send(request)
             return
-        placed.prefill = prefill
+        placed.prefill, placed.handovers = prefill, placed.handovers + 1
+        placed.stage = FETCH_STAGES[0]
         prefill.take_prompt(placed, missing_tokens)
         decode.take(placed, 0)
         decode.send(Fetch(request=request, source=source, patience_s=PATIENCE_S))
-        prefill.send(Prefill(request=_only_pages(request, self._hello), lease_s=LEASE_S))
+        asked = only_pages(placed.handover_id, request, self._hello.block_size)
+        prefill.send(Prefill(request=asked, lease_s=LEASE_S))
 
     def _choose(self, roles: tuple[str, ...], placed: Placed, tokens: int) -> Member | None:
         assert self._hello is not None
@@ -162,15 +167,8 @@ class Fleet:
             for member in self._members
             if member.alive and member.role in roles
         ]
-        index = choose(views, tokens, self._slack_s(placed))
+        index = choose(views, tokens, placed.slack_s(self._clock()))
         return None if index is None else self._members[index]
-
-    def _slack_s(self, placed: Placed) -> float | None:
-        """What is left until its class wants the first token; None if that is out or not asked."""
-        slo = placed.request.slo
-        if slo is None or slo.ttft_s is None or placed.output:
-            return None
-        return placed.request.arrived_s + slo.ttft_s - self._clock()
 
     def _refuse(self, placed: Placed) -> None:
         """No engine is left for it: 503 if the client has seen nothing, else a failed end."""
@@ -194,13 +192,29 @@ class Fleet:
     def _explain(self, message: Explain) -> None:
         placed = self._placed.get(message.id)
         if placed is not None and placed.decode is not None:
+            if placed.prefill is not None:
+                placed.prefill.send(Explain(id=placed.handover_id))
             placed.decode.send(message)
+
+    def _explained(self, member: Member, message: Timeline) -> None:
+        """While its prompt is computed elsewhere, that one's answer is the answer."""
+        name = message.id.rpartition(HANDOVER)[0] or message.id
+        placed, notes = self._placed.get(name), message.notes
+        if placed is not None and placed.decode is member:
+            if placed.prefill is not None and not notes:
+                return
+            notes = placed.trail.told(member.index, notes)
+        elif placed is not None:
+            if notes and self._handed(member, message.id):
+                placed.trail.prompt(member.index, notes)
+            notes = placed.trail.told(-1, ())
+        self._out.put_nowait(Timeline(id=name, notes=notes))
 
     def _let_go(self, placed: Placed) -> None:
         """Whoever keeps the prompt's pages for this request need not any more."""
         if placed.prefill is not None:
             placed.prefill.drop_prompt(placed)
-            placed.prefill.send(Release(id=placed.request.id))
+            placed.prefill.send(Release(id=placed.handover_id))
             placed.prefill = None
 
     # ------------------------------------------------------------------------------- messages
@@ -211,6 +225,7 @@ class Fleet:
         while not self._stopping:
             try:
                 member.port = await member.launcher.start()
+                self._tell()
                 while True:
                     self._handle(member, await member.port.receive())
                     retry_s = FIRST_RETRY_S if member.alive else retry_s
@@ -231,8 +246,10 @@ class Fleet:
         for placed in list(self._placed.values()):
             if placed.prefill is member:
                 placed.prefill = None
+                placed.trail.lost(member.index, self._clock())
                 self._pages_end(placed)
             if placed.decode is member:
+                placed.trail.lost(member.index, self._clock())
                 self._move(placed)
         self._tell()
         if port is not None:
@@ -241,11 +258,13 @@ class Fleet:
     def _move(self, placed: Placed) -> None:
         self._let_go(placed)
         placed.decode, placed.scored_here, placed.moved_tokens = None, 0, 0
+        placed.stage = ""
         if placed.aborted is not None:
             del self._placed[placed.request.id]
             self._report((placed.finished(placed.aborted, self._clock()),))
             return
-        self._transfers = structs.replace(self._transfers, moves=self._transfers.moves + 1)
+        self._transfers = with_move(self._transfers)
+        placed.trail.moves(self._clock())
         self._place(placed)
 
     def _pages_end(self, placed: Placed) -> None:
@@ -263,9 +282,15 @@ class Fleet:
                 self._pages(member, message)
             case Fetched():
                 self._fetched(member, message)
+            case Kept():
+                member.keeps(message, self._clock())
             case Hello():
                 self._welcome(member, message)
-            case Heartbeat() | Timeline() | Snapshot():
+            case Snapshot():
+                self._out.put_nowait(structs.replace(message, engine=member.index))
+            case Timeline():
+                self._explained(member, message)
+            case Heartbeat():
                 self._out.put_nowait(message)
             case EngineFailed():
                 raise EngineError(message.message)
@@ -284,63 +309,55 @@ class Fleet:
             hellos = [(m.role, m.hello) for m in self._members if m.hello is not None]
             self._hello = merged_hello(hellos)
             self._out.put_nowait(self._hello)
-        if self._hello is not None:
-            self._tell()
+        self._tell()
 
     def _pages(self, member: Member, message: PagesReady) -> None:
-        placed = self._placed.get(message.id)
-        if placed is None or placed.prefill is not member or placed.decode is None:
+        placed = self._handed(member, message.id)
+        if placed is None or placed.decode is None:
             if message.last:
                 member.send(Release(id=message.id))
             return
+        placed.stage = FETCH_STAGES[1]
         if message.last:
             member.computed_prompt(placed)
-        placed.decode.send(message)
+        placed.decode.send(structs.replace(message, id=placed.request.id))
+
+    def _handed(self, member: Member, handover_id: str) -> Placed | None:
+        """Whose prompt this member computes under this name; not one that it did before."""
+        placed = self._placed.get(handover_id.rpartition(HANDOVER)[0])
+        here = placed is not None and placed.prefill is member
+        return placed if here and placed and placed.handover_id == handover_id else None
 
     def _fetched(self, member: Member, fetched: Fetched) -> None:
         placed = self._placed.get(fetched.id)
         if placed is None or placed.decode is not member:
             return
         self._let_go(placed)
+        placed.stage = FETCH_STAGES[2]
         assert self._hello is not None
         placed.moved_tokens = fetched.moved_pages * self._hello.block_size
-        t = self._transfers
-        self._transfers = Transfers(
-            moved_pages=t.moved_pages + fetched.moved_pages,
-            moved_bytes=t.moved_bytes + fetched.moved_bytes,
-            failed_pages=t.failed_pages + fetched.failed_pages,
-            missing_pages=t.missing_pages + fetched.missing_pages,
-            cached_pages=t.cached_pages + fetched.cached_pages,
-            fetches=t.fetches + 1,
-            moves=t.moves,
-            seconds=t.seconds + fetched.seconds,
-        )
+        self._transfers = added(self._transfers, fetched)
+        placed.trail.fetched(member.index, fetched, self._hello.block_size)
         self._tell(fetched)
 
     def _seen(self, member: Member, event: Event) -> Event | None:
         """An event as the client is to see it, and a note of it; None if it is not for a client."""
         placed = self._placed.get(event.id)
         if placed is None or placed.decode is not member:
+            computed = self._handed(member, event.id)
+            if computed is not None and isinstance(event, Finished):
+                computed.trail.prompt(member.index, event.timeline)
             return None
         if isinstance(event, Tokens):
             placed.add(event, self._clock())
             member.computed(placed)
         elif isinstance(event, PromptScores):
-            return self._unseen(placed, event)
+            return placed.unseen(event)
         elif isinstance(event, Finished | Refused):
             member.drop(placed)
             self._let_go(placed)
             del self._placed[event.id]
-        return placed.corrected(event) if isinstance(event, Finished) else event
-
-    def _unseen(self, placed: Placed, event: PromptScores) -> PromptScores | None:
-        """Scores of a prompt that the client has not got from an engine before."""
-        known = max(0, placed.scored - placed.scored_here)
-        placed.scored_here += len(event.logprobs)
-        placed.scored = max(placed.scored, placed.scored_here)
-        placed.begun = True
-        fresh = event.logprobs[known:]
-        return structs.replace(event, logprobs=fresh) if fresh else None
+        return placed.corrected(event, member.index) if isinstance(event, Finished) else event
 
     def _report(self, events: tuple[Event, ...], of: StepReport | None = None) -> None:
         report = of or StepReport()
@@ -356,38 +373,22 @@ class Fleet:
     async def _tell_often(self) -> None:
         while True:
             await asyncio.sleep(TELL_S)
-            if self._hello is not None:
-                self._tell()
+            self._tell()
 
     def _tell(self, last: Fetched | None = None) -> None:
-        states = tuple(
-            EngineState(
-                index=member.index,
-                role=member.role,
-                alive=member.alive,
-                restarts=member.restarts,
-                open_requests=member.open_requests,
-                load=member.load,
+        if self._hello is None:
+            return  # the server knows of no engine before it knows all of them
+        states = tuple(member.state(self._clock()) for member in self._members)
+        self._out.put_nowait(
+            FleetReport(
+                engines=states,
+                transfers=self._transfers,
+                stages=Counter(placed.stage for placed in self._placed.values() if placed.stage),
+                last=last,
             )
-            for member in self._members
         )
-        self._out.put_nowait(FleetReport(engines=states, transfers=self._transfers, last=last))
 
 
 def _kind(hello: Hello) -> str:
     """What must be equal for engines to go on with each other's requests."""
     return f"{hello.fingerprint} with pages of {hello.block_size} tokens"
-
-
-def _only_pages(request: Request, hello: Hello) -> Request:
-    """The request that computes the full pages of a prompt that leave a token to compute."""
-    tokens = request.prompt + request.output
-    whole = (len(tokens) - 1) // hello.block_size * hello.block_size
-    return Request(
-        id=request.id,
-        prompt=tokens[:whole],
-        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=0),
-        arrived_s=request.arrived_s,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-    )

@@ -1,7 +1,7 @@
 """The decode side of a hand-over: pages computed elsewhere enter this engine's prefix tree.
 
-Owns: fetches in progress, their deadlines, the threads that pull.
-Knows: the cache manager, the pool's bytes, peers. Does not know: the scheduler, routing.
+Owns: fetches in progress, their deadlines. Knows: the cache manager, the pool's bytes, pullers.
+Does not know: the scheduler, routing.
 
     Fetch --> parked --> open -------------------------------------> over: the request goes on
               no room,   pages reserved and announced in the tree;   what came stays in the tree
@@ -17,20 +17,31 @@ buffers of their own; one that comes too late for its fetch is dropped, not copi
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-import numpy as np
+from msgspec import structs
 
-from toque.disagg.transport import Bytes, Peer, PoolView, TransferError, verified
+from toque.disagg.names import page_names
+from toque.disagg.pullers import Connect, Pull, Pulled, Puller
+from toque.disagg.transport import Bytes, PoolView
 from toque.memory.manager import CacheManager
-from toque.types import Fetch, Fetched, PageRef, PagesReady, Request, Source, TokenId
+from toque.types import (
+    Fetch,
+    Fetched,
+    PageFault,
+    PageRef,
+    PagesReady,
+    Request,
+    TokenId,
+)
 
-Connect = Callable[[Source], Peer]
 PULLERS = 2  # pulls at a time
+PEER_IDLE_S = 60.0  # a peer that nothing was asked of for so long is let go
 BATCH_PAGES = 64  # of one pull: what is verified and usable at a time
 
 
@@ -38,18 +49,19 @@ BATCH_PAGES = 64  # of one pull: what is verified and usable at a time
 class _Fetch:
     order: Fetch
     began_s: float
-    wanted: int  # pages of the prompt: all full ones that leave a token to compute
+    names: list[bytes]  # of the pages wanted: all full ones that leave a token to compute
     cached: int = 0  # of these, here when it was opened
     done: int = 0  # in the tree, cached ones included
     opened: bool = False
     arrived: dict[int, Bytes] = field(default_factory=dict)  # by index: verified, not in order yet
     asked: set[int] = field(default_factory=set)  # indices that a pull is under way for
-    failed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # PageFault -> pages
     pulls: int = 0  # under way
     complete: bool = False  # the source has said that there is no more
     last: tuple[PageRef, ...] = ()  # all that the source keeps
     retried: bool = False
     transport: str = ""
+    over: threading.Event = field(default_factory=threading.Event)
 
     @property
     def id(self) -> str:
@@ -61,23 +73,16 @@ class _Fetch:
         return self.order.request.prompt + self.order.request.output
 
     @property
+    def wanted(self) -> int:
+        return len(self.names)
+
+    @property
     def key(self) -> str:
         return f"fetch of {self.id}"
 
     @property
     def deadline_s(self) -> float:
         return self.began_s + self.order.patience_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Pulled:
-    """What a thread brought for a fetch: rows that verified, by index of their page."""
-
-    id: str
-    began_s: float  # of the fetch: an id may come again
-    indices: tuple[int, ...]
-    rows: dict[int, Bytes]
-    transport: str
 
 
 class Importer:
@@ -96,9 +101,13 @@ class Importer:
         self._clock = clock
         self._fetches: dict[str, _Fetch] = {}
         self._early: dict[str, list[PagesReady]] = {}  # for fetches that are parked
-        self._pulled: SimpleQueue[_Pulled] = SimpleQueue()
-        self._pullers: list[_Puller] = [_Puller(connect) for _ in range(PULLERS)]
+        self._pulled: SimpleQueue[Pulled] = SimpleQueue()
+        self._pullers: list[Puller] = [
+            Puller(connect, clock, self._pulled.put) for _ in range(PULLERS)
+        ]
         self._next_puller = 0
+        self._looked_s = clock()
+        self.discarded_pages = 0  # came for a fetch that was over
 
     @property
     def busy(self) -> bool:
@@ -106,9 +115,10 @@ class Importer:
         return bool(self._fetches)
 
     def begin(self, order: Fetch) -> None:
-        known_tokens = len(order.request.prompt) + len(order.request.output)
-        wanted = max(0, known_tokens - 1) // self._cache.block_size
-        fetch = _Fetch(order, self._clock(), wanted)
+        request = order.request
+        tokens = (request.prompt + request.output)[:-1]
+        names = page_names(tokens, request.cache_salt, self._cache.block_size)
+        fetch = _Fetch(order, self._clock(), names)
         self._fetches[fetch.id] = fetch
         self._early[fetch.id] = []
 
@@ -137,11 +147,20 @@ class Importer:
         told = [self._told(fetch) for fetch in over]
         for fetch in over:
             self._close(fetch)
-        return [fetch.order.request for fetch in over], told
+        self._let_go()
+        return [self._going_on(fetch) for fetch in over], told
 
     def close(self) -> None:
         for puller in self._pullers:
             puller.close()
+
+    def _let_go(self) -> None:
+        """An engine that is gone tells nobody, and its pool would stay in memory for ever."""
+        now_s = self._clock()
+        if now_s >= self._looked_s + PEER_IDLE_S / 2:
+            self._looked_s = now_s
+            for puller in self._pullers:
+                puller.let_go(now_s - PEER_IDLE_S)
 
     # --------------------------------------------------------------------------------- states
 
@@ -203,9 +222,20 @@ class Importer:
             indices = tuple(missing[begin : begin + BATCH_PAGES])
             fetch.asked.update(indices)
             fetch.pulls += 1
-            self._puller().pull(fetch, indices, [refs[index] for index in indices], self)
+            self._puller().pull(
+                Pull(
+                    id=fetch.id,
+                    began_s=fetch.began_s,
+                    source=fetch.order.source,
+                    deadline_s=fetch.deadline_s,
+                    over=fetch.over,
+                    indices=indices,
+                    refs=tuple(refs[index] for index in indices),
+                    names=tuple(fetch.names[index] for index in indices),
+                )
+            )
 
-    def _puller(self) -> _Puller:
+    def _puller(self) -> Puller:
         self._next_puller = (self._next_puller + 1) % len(self._pullers)
         return self._pullers[self._next_puller]
 
@@ -217,14 +247,16 @@ class Importer:
                 pulled = self._pulled.get_nowait()
             except Empty:
                 return
-            fetch = self._fetches.get(pulled.id)
-            if fetch is not None and fetch.began_s == pulled.began_s:
+            fetch = self._fetches.get(pulled.pull.id)
+            if fetch is not None and fetch.began_s == pulled.pull.began_s:
                 self._arrive(fetch, pulled)
+            else:
+                self.discarded_pages += len(pulled.rows)
 
-    def _arrive(self, fetch: _Fetch, pulled: _Pulled) -> None:
+    def _arrive(self, fetch: _Fetch, pulled: Pulled) -> None:
         fetch.pulls -= 1
-        fetch.asked.difference_update(pulled.indices)
-        fetch.failed += len(pulled.indices) - len(pulled.rows)
+        fetch.asked.difference_update(pulled.pull.indices)
+        fetch.failed[pulled.fault] += len(pulled.pull.indices) - len(pulled.rows)
         fetch.arrived.update(pulled.rows)
         fetch.transport = pulled.transport or fetch.transport
         pages = self._cache.pages_of(fetch.key)
@@ -235,80 +267,29 @@ class Importer:
         if fetch.done > before:
             self._cache.commit(fetch.key, fetch.tokens, fetch.done * self._cache.block_size)
 
+    def _going_on(self, fetch: _Fetch) -> Request:
+        moved_tokens = (fetch.done - fetch.cached) * self._cache.block_size
+        return structs.replace(fetch.order.request, moved_tokens=moved_tokens)
+
     def _told(self, fetch: _Fetch) -> Fetched:
-        moved = fetch.done - fetch.cached
+        moved, now_s = fetch.done - fetch.cached, self._clock()
+        fetch.failed[PageFault.LATE] += len(fetch.asked)  # whatever comes of these pulls
         return Fetched(
             id=fetch.id,
             cached_pages=fetch.cached,
             moved_pages=moved,
-            failed_pages=fetch.failed,
             missing_pages=fetch.wanted - fetch.done,
+            failed={fault: pages for fault, pages in fetch.failed.items() if pages},
             moved_bytes=moved * self._pool.page_bytes,
-            seconds=self._clock() - fetch.began_s,
+            seconds=now_s - fetch.began_s,
+            ended_s=now_s,
             transport=fetch.transport,
+            timed_out=fetch.done < fetch.wanted and now_s >= fetch.deadline_s,
         )
 
     def _close(self, fetch: _Fetch) -> None:
         del self._fetches[fetch.id]
+        fetch.over.set()
         self._early.pop(fetch.id, None)
         if fetch.opened:
             self._cache.release(fetch.key)
-
-    def bring(self, pulled: _Pulled) -> None:
-        """From a puller's thread."""
-        self._pulled.put(pulled)
-
-
-class _Puller:
-    """One thread and its connections: a peer serves one pull at a time."""
-
-    def __init__(self, connect: Connect) -> None:
-        self._connect = connect
-        self._peers: dict[str, Peer] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
-
-    def pull(
-        self, fetch: _Fetch, indices: tuple[int, ...], refs: Sequence[PageRef], to: Importer
-    ) -> Future[None]:
-        order = (fetch.id, fetch.began_s, fetch.order.source, fetch.deadline_s)
-        return self._thread.submit(self._pull, *order, indices, refs, to)
-
-    def _pull(
-        self,
-        request_id: str,
-        began_s: float,
-        source: Source,
-        deadline_s: float,
-        indices: tuple[int, ...],
-        refs: Sequence[PageRef],
-        to: Importer,
-    ) -> None:
-        rows: dict[int, Bytes] = {}
-        name = ""
-        try:
-            peer = self._peer(source)
-            name = peer.name
-            data = np.empty((len(refs), source.page_bytes), dtype=np.uint8)
-            peer.pull(refs, data, deadline_s)
-            peer.fence()
-            good = verified(refs, data)
-            rows = {i: row for i, row, fine in zip(indices, data, good, strict=True) if fine}
-        except TransferError:
-            self._forget(source)
-        finally:
-            to.bring(_Pulled(request_id, began_s, indices, rows, name))
-
-    def _peer(self, source: Source) -> Peer:
-        if source.engine not in self._peers:
-            self._peers[source.engine] = self._connect(source)
-        return self._peers[source.engine]
-
-    def _forget(self, source: Source) -> None:
-        peer = self._peers.pop(source.engine, None)
-        if peer is not None:
-            peer.close()
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        for peer in self._peers.values():
-            peer.close()

@@ -23,7 +23,7 @@ from msgspec import structs
 from toque import __version__
 from toque.disagg.session import SILENT_S, Busy, Join, Ping, Pong, ToRemote, keys
 from toque.errors import ConfigError
-from toque.ipc import Inbox, socket_of
+from toque.ipc import Inbox, prepared
 from toque.telemetry import minus
 from toque.types import (
     Abort,
@@ -34,6 +34,7 @@ from toque.types import (
     Finished,
     FromEngine,
     Hello,
+    Kept,
     PagesReady,
     Prefill,
     Refused,
@@ -59,7 +60,7 @@ class ListeningEnd:
         silent_s: float = SILENT_S,
     ) -> None:
         """Raises ConfigError when the address cannot be had. Port 0: any free one."""
-        self._socket = socket_of(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = prepared(zmq.Context.instance().socket(zmq.ROUTER))
         keys(secret, engine=True).put_on(self._socket, engine=True)
         # Notices that a server's host is gone, and answers when it asks the same about us.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(silent_s * 250))
@@ -84,6 +85,8 @@ class ListeningEnd:
         self._stale: set[str] = set()  # of earlier sessions: their ends are nobody's
         self._counters = Counters()  # of the engine, all sessions together
         self._before = Counters()  # of the sessions before this one
+        self._kept = Kept()  # the same two for what it keeps
+        self._kept_before = Kept()
 
     @property
     def port(self) -> int:
@@ -113,6 +116,11 @@ class ListeningEnd:
                 return
             case StepReport():
                 message = self._report(message)
+            case Kept():
+                self._kept = message
+                since = minus(message, self._kept_before)
+                now = {"leases": message.leases, "oldest_lease_s": message.oldest_lease_s}
+                message = structs.replace(since, **now)
             case PagesReady() | Fetched():
                 if message.id not in self._running and message.id not in self._leased:
                     return
@@ -182,7 +190,7 @@ class ListeningEnd:
             return left
         log.info("a server has joined")
         self._server, self._heard_s = (identity, join.server), self._clock()
-        self._before = self._counters
+        self._before, self._kept_before = self._counters, self._kept
         self._tell(identity, Pong(asked_s=join.now_s, now_s=self._clock()))
         self._tell(identity, self._hello)
         return left

@@ -14,15 +14,20 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from toque.disagg.routing import PrefixIndex, View
+from toque.disagg.trail import Trail
 from toque.ipc import ServePort
 from toque.telemetry import plus
 from toque.types import (
     Counters,
+    EngineState,
     Finished,
     FinishReason,
     Hello,
+    Kept,
     Load,
+    PromptScores,
     Request,
+    SamplingParams,
     StepReport,
     Times,
     ToEngine,
@@ -33,6 +38,7 @@ from toque.types import (
 
 UNKNOWN_TOKENS_PER_S = 200.0
 TELLING_TOKENS = 64  # a queue of fewer says little about how fast the engine is
+HANDOVER = "~"  # between a request's id and the number of the hand-over
 
 
 class Launcher(Protocol):
@@ -56,18 +62,38 @@ class Placed:
     output: list[TokenId] = field(default_factory=list)
     decode: Member | None = None  # who answers
     prefill: Member | None = None  # who computes its prompt, or keeps the pages of it
+    handovers: int = 0  # begun so far
     aborted: FinishReason | None = None
     begun: bool = False  # the client has seen something
     first_token_s: float | None = None
     scored: int = 0  # prompt logprobs that the client has
     scored_here: int = 0  # of these, given by the engine that answers now, or again by it
+    stage: str = ""  # of handover.FETCH_STAGES, until its first token
     moved_tokens: int = 0  # of the prompt, whose pages came from the engine that computed it
+    trail: Trail = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trail = Trail(self.request.arrived_s)
+
+    @property
+    def handover_id(self) -> str:
+        """What the one that computes its prompt calls it. A request that moves may come to the
+        same engine again: what that says of the first hand-over must not end the second."""
+        return f"{self.request.id}{HANDOVER}{self.handovers}"
 
     def add(self, event: Tokens, now_s: float) -> None:
         self.begun = True
+        self.stage = ""
         self.output += event.ids
         if self.first_token_s is None:
             self.first_token_s = now_s
+
+    def slack_s(self, now_s: float) -> float | None:
+        """What is left until its class wants the first token; None if that is out or not asked."""
+        slo = self.request.slo
+        if slo is None or slo.ttft_s is None or self.output:
+            return None
+        return self.request.arrived_s + slo.ttft_s - now_s
 
     def continued(self) -> Request:
         """The request as another engine goes on with it. Prompt logprobs come before the first
@@ -77,7 +103,16 @@ class Placed:
         sampling = structs.replace(self.request.sampling, prompt_logprobs=None)
         return structs.replace(self.request, output=tuple(self.output), sampling=sampling)
 
-    def corrected(self, event: Finished) -> Finished:
+    def unseen(self, event: PromptScores) -> PromptScores | None:
+        """Scores of a prompt that the client has not got from an engine before."""
+        known = max(0, self.scored - self.scored_here)
+        self.scored_here += len(event.logprobs)
+        self.scored = max(self.scored, self.scored_here)
+        self.begun = True
+        fresh = event.logprobs[known:]
+        return structs.replace(event, logprobs=fresh) if fresh else None
+
+    def corrected(self, event: Finished, engine: int) -> Finished:
         """An engine's end with what it cannot know: tokens that were computed for this very
         request elsewhere are no cache hit, and the first token may be another engine's."""
         usage, times = event.usage, event.times
@@ -91,6 +126,7 @@ class Placed:
             times=structs.replace(
                 times, arrived_s=arrived_s, admitted_s=admitted_s, first_token_s=first_s
             ),
+            timeline=self.trail.told(engine, event.timeline),
         )
 
     def finished(self, reason: FinishReason, now_s: float, error: str | None = None) -> Finished:
@@ -105,7 +141,22 @@ class Placed:
                 finished_s=now_s,
             ),
             error=error,
+            timeline=self.trail.told(-1, ()),
         )
+
+
+def only_pages(handover_id: str, request: Request, block_size: int) -> Request:
+    """The request that computes the full pages of a prompt that leave a token to compute."""
+    tokens = request.prompt + request.output
+    whole = (len(tokens) - 1) // block_size * block_size
+    return Request(
+        id=handover_id,
+        prompt=tokens[:whole],
+        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=0),
+        arrived_s=request.arrived_s,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )
 
 
 class Member:
@@ -121,6 +172,9 @@ class Member:
         self.restarts = 0
         self._counters = Counters()  # of this start
         self._before = Counters()  # of the starts before
+        self._kept = Kept()  # of this start …
+        self._kept_at_s = 0.0  # … as it was then
+        self._kept_before = Kept()
         self._index = PrefixIndex()
         self._waiting: dict[str, int] = {}  # id -> tokens to compute before its first token
         self._prompts: dict[str, int] = {}  # the same for prompts computed for others
@@ -131,12 +185,23 @@ class Member:
         return self.hello is not None
 
     @property
+    def starting(self) -> bool:
+        return self.port is not None and not self.alive
+
+    @property
     def open_requests(self) -> int:
         return len(self._open) + len(self._prompts)
 
     @property
     def counters(self) -> Counters:
         return plus(self._before, self._counters)
+
+    def kept(self, now_s: float) -> Kept:
+        """Over all starts; ages go on while the engine says nothing."""
+        now = self._kept
+        age_s = now.oldest_lease_s + now_s - self._kept_at_s if now.leases else 0.0
+        before = structs.replace(self._kept_before, leases=0, oldest_lease_s=0.0)
+        return structs.replace(plus(before, now), oldest_lease_s=age_s)
 
     def send(self, message: ToEngine) -> None:
         if self.port is not None:
@@ -199,12 +264,32 @@ class Member:
 
     def heard(self, report: StepReport) -> None:
         self.load = report.load
-        self._counters = report.counters
+        counters = report.counters
+        if self.role == "prefill":  # the request counts where it is answered
+            counters = structs.replace(counters, prompt_tokens=0, prefix_queries=0, prefix_hits=0)
+        self._counters = counters
+
+    def keeps(self, kept: Kept, now_s: float) -> None:
+        self._kept, self._kept_at_s = kept, now_s
+
+    def state(self, now_s: float) -> EngineState:
+        return EngineState(
+            index=self.index,
+            role=self.role,
+            alive=self.alive,
+            starting=self.starting,
+            restarts=self.restarts,
+            open_requests=self.open_requests,
+            computed_tokens=self.counters.computed_tokens,
+            load=self.load,
+            kept=self.kept(now_s),
+        )
 
     def lose(self) -> ServePort | None:
         """The engine is gone; returns the port that led to it."""
         port, self.port, self.hello, self.load = self.port, None, None, Load()
         self._before, self._counters = self.counters, Counters()
+        self._kept_before, self._kept = plus(self._kept_before, self._kept), Kept()
         self._index.clear()
         self._waiting.clear()
         self._prompts.clear()

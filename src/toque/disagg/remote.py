@@ -35,16 +35,18 @@ from toque.disagg.session import (
     to_server_clock,
 )
 from toque.errors import EngineError
-from toque.ipc import ServePort, next_word, socket_of
+from toque.ipc import ServePort, next_word, prepared
 from toque.types import EngineFailed, FromEngine, Hello, Shutdown, ToEngine
 
 log = logging.getLogger("toque.serve")
 
 REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+# Not MONITOR_STOPPED: the one who stops would wait until somebody takes it.
+WATCHED = REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 class RemotePort:
@@ -70,19 +72,14 @@ class RemotePort:
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._decoder = msgspec.msgpack.Decoder(FromRemote)
         self._encoder = msgspec.msgpack.Encoder()
-        plain = socket_of(zmq.DEALER)
-        keys(secret, engine=False).put_on(plain, engine=False)
-        plain.setsockopt(zmq.HEARTBEAT_IVL, int(silent_s * 250))
-        plain.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silent_s * 1000))
-        plain.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        plain.setsockopt(zmq.IPV6, int("[" in address))
-        self._socket = zmq.asyncio.Socket.from_socket(plain)
-        self._plain = plain  # the one that owns it
-        monitor = self._socket.get_monitor_socket()
-        self._tasks = [
-            asyncio.ensure_future(self._watch(zmq.asyncio.Socket.from_socket(monitor))),
-            asyncio.ensure_future(self._ping()),
-        ]
+        self._socket = prepared(zmq.asyncio.Socket(zmq.Context.instance(), zmq.DEALER))
+        keys(secret, engine=False).put_on(self._socket, engine=False)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(silent_s * 250))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silent_s * 1000))
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        self._monitor = self._socket.get_monitor_socket(WATCHED)
+        self._tasks = [asyncio.ensure_future(self._watch())]
         self._socket.connect(f"tcp://{address}")
         self._join()
 
@@ -109,6 +106,7 @@ class RemotePort:
                             f"the engine at {self.address} has other weights: {message.model_name} "
                             f"{message.model_identity}, the server {self._model}"
                         )
+                    self._tasks.append(asyncio.ensure_future(self._ping()))
                     return structs.replace(message, pid=0)  # it means something there only
             return to_server_clock(message, self._offset.ahead_s)
 
@@ -116,8 +114,8 @@ class RemotePort:
         for task in self._tasks:
             task.cancel()
         self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
-        self._plain.close()
 
     # ----------------------------------------------------------------------------- the connection
 
@@ -140,17 +138,18 @@ class RemotePort:
             await asyncio.sleep(PING_S)
             self._say(Ping(now_s=self._clock()))
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+    async def _watch(self) -> None:
         """Completes `gone` when the connection is lost, or never came to be for want of the secret.
         A host that does not listen yet is waited for: an engine may start later than its server."""
         known, waiting = False, False
+        monitor = zmq.asyncio.Socket.from_socket(self._monitor)
         with monitor:
-            while not self._gone.done():
+            while True:  # to the end: an event that nobody takes would block ZeroMQ's thread
                 event = zmq.utils.monitor.parse_monitor_message(await monitor.recv_multipart())
                 kind = event["event"]
                 if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     known = True
-                elif kind in REFUSED or (kind == zmq.EVENT_DISCONNECTED and not known):
+                elif kind & REFUSED or (kind == zmq.EVENT_DISCONNECTED and not known):
                     self._lost("did not take our secret, or is no engine of toque")
                 elif kind == zmq.EVENT_DISCONNECTED:
                     self._lost(f"is gone, or was silent for {SILENT_S:g} s")

@@ -26,6 +26,7 @@ from toque.types import (
     Finished,
     FinishReason,
     FromEngine,
+    Kept,
     PagesReady,
     Prefill,
     Release,
@@ -53,6 +54,7 @@ class RolePort:
         self._listeners = listeners
         self._clock = clock
         self._prefills: set[str] = set()  # running for others: their ends are no client's
+        self._told_kept = Kept()
 
     def receive(self, wait_s: float) -> list[ToEngine]:
         """Requests and what else the loop understands. Returns after `wait_s` at the latest, and
@@ -68,6 +70,7 @@ class RolePort:
             requests, told = self._importer.poll()
             for fetched in told:
                 self._port.send(fetched)
+            self._tell_kept()
             out += requests
             if out or messages or self._clock() >= until_s:
                 return out
@@ -105,6 +108,17 @@ class RolePort:
             if pages.last:
                 self._prefills.discard(pages.id)
             self._port.send(pages)
+
+    def _tell_kept(self) -> None:
+        """Where something but an age has changed."""
+        kept = structs.replace(
+            self._exporter.kept(self._clock()),
+            discarded_pages=self._importer.discarded_pages,
+            rejected_peers=sum(listener.rejected for listener in self._listeners),
+        )
+        if structs.replace(kept, oldest_lease_s=self._told_kept.oldest_lease_s) != self._told_kept:
+            self._told_kept = kept
+            self._port.send(kept)
 
     def _told(self, event: Event) -> Event:
         """A prompt that was read for others to its end is handed over, not done."""

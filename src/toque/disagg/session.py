@@ -24,6 +24,7 @@ from toque.telemetry import Note, Wire
 from toque.types import (
     Event,
     Fetch,
+    Fetched,
     Finished,
     FromEngine,
     Prefill,
@@ -75,7 +76,7 @@ class Keys:
     secret: bytes
     other: bytes
 
-    def put_on(self, socket: zmq.Socket[bytes], *, engine: bool) -> None:
+    def put_on(self, socket: zmq.Socket[Any], *, engine: bool) -> None:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         if engine:
@@ -133,6 +134,8 @@ def to_server_clock(message: FromEngine, ahead_s: float) -> FromEngine:
             return structs.replace(message, events=events)
         case Timeline():
             return structs.replace(message, notes=_notes(message.notes, ahead_s))
+        case Fetched():
+            return structs.replace(message, ended_s=message.ended_s - ahead_s)
         case Snapshot():
             lanes = tuple(
                 structs.replace(lane, arrived_s=lane.arrived_s - ahead_s) for lane in message.lanes

@@ -27,7 +27,7 @@ from toque.disagg.transport import (
     check_range,
     host_id,
 )
-from toque.types import PageRef, Source
+from toque.types import PageFault, PageRef, Source
 
 MAGIC = b"TOQUEKV1"
 PART = 4096  # parts begin at multiples of it, bytes
@@ -61,6 +61,8 @@ def _views(memory: mmap.mmap, layer_bytes: Sequence[int], total_pages: int) -> P
 
 class SharedPool:
     """A pool in a memory file of its own; pages cost nothing until they are written."""
+
+    rejected = 0  # the kernel does that, and tells nobody
 
     def __init__(
         self, engine: str, layer_bytes: Sequence[int], total_pages: int, secret: bytes
@@ -111,7 +113,9 @@ class SharedPeer:
         check_range(refs, self._pool.total_pages)
         for ref, row in zip(refs, out, strict=True):
             if self._pool.epochs[ref.page] != ref.epoch:
-                raise TransferError(f"page {ref.page} is used for something else by now")
+                raise TransferError(
+                    f"page {ref.page} is used for something else by now", PageFault.STALE
+                )
             self._pool.gather(ref.page, row)
 
     def fence(self) -> None:

@@ -27,11 +27,12 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from toque.disagg.transport import Bytes, PoolView, TransferError
-from toque.types import PageRef
+from toque.types import PageFault, PageRef
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +66,9 @@ class PageServer:
         return f"{SCHEME}{self._host}:{self._listening.getsockname()[1]}"
 
     def close(self) -> None:
-        self._listening.close()
+        end(self._listening)
         for connection in list(self._open):
-            connection.close()
+            end(connection)
 
     def _accept(self) -> None:
         while True:
@@ -130,6 +131,13 @@ class PageServer:
         return True
 
 
+def end(connection: socket.socket) -> None:
+    """Closed alone, it would go on for whoever waits at it in another thread."""
+    with suppress(OSError):  # the other end was faster
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 def receive(connection: socket.socket, count: int) -> bytes:
     """Exactly `count` bytes. Raises ConnectionError (an OSError) when the peer ends before."""
     data = bytearray(count)
@@ -169,7 +177,7 @@ class TcpPeer:
                 )
         except (OSError, TransferError) as error:
             self.close()  # what is still under way would be taken for the next pull's answer
-            raise TransferError(f"the pages did not come: {error}") from error
+            raise TransferError(f"the pages did not come: {error}", _fault(error)) from error
 
     def _connect(self, deadline_s: float) -> socket.socket:
         timeout_s = min(CONNECT_S, _left_s(deadline_s))
@@ -193,7 +201,9 @@ class TcpPeer:
         for ref, row in zip(refs, out, strict=True):
             connection.settimeout(_left_s(deadline_s))
             if receive(connection, 1) != HERE:
-                raise TransferError(f"page {ref.page} is used for something else by now")
+                raise TransferError(
+                    f"page {ref.page} is used for something else by now", PageFault.STALE
+                )
             view = memoryview(row.data).cast("B")
             while view:  # a peer that sends a byte a second is late all the same
                 connection.settimeout(_left_s(deadline_s))
@@ -206,13 +216,19 @@ class TcpPeer:
         """Bytes that are under way end in the kernel's buffer of a connection that is closed."""
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            end(connection)
+
+
+def _fault(error: OSError | TransferError) -> PageFault:
+    if isinstance(error, TransferError):
+        return error.fault
+    return PageFault.LATE if isinstance(error, TimeoutError) else PageFault.LOST
 
 
 def _left_s(deadline_s: float) -> float:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TransferError("the deadline has passed")
+        raise TransferError("the deadline has passed", PageFault.LATE)
     return left_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,8 @@ class Story:
             "events": [self._event(note) for note in self.all_notes()],
             "waited_ms": self._waited_ms(),
         }
+        if parts := handover_parts_s(self.all_notes(), request.arrived_s, self.pace.first_s):
+            facts["handover_ms"] = {name: _ms(part_s) for name, part_s in parts.items()}
         if isinstance(end, Refused):
             return {**facts, "finish_reason": "refused", "error": end.message,
                     "cause": end.cause.value}  # fmt: skip
@@ -116,10 +119,45 @@ class Story:
         for name in ("step", "steps", "tokens", "reason"):
             if value := getattr(note, name):
                 told[name] = value
-        return told
+        if note.engine >= 0:
+            told["engine"] = note.engine
+        return told | note.counts
 
     def _after_ms(self, moment_s: float | None) -> float | None:
         return None if moment_s is None else _ms(moment_s - self.request.arrived_s)
+
+
+def handover_parts_s(
+    notes: Sequence[Note], arrived_s: float, ttft_s: float | None
+) -> dict[str, float]:
+    """Where the time to the first token went, when the prompt was computed elsewhere; the parts
+    add up to it. `transfer` is what is left of it when the prompt is computed: pages of finished
+    chunks travel before. `report`: until the server had the token. Empty for all others."""
+    fetches = [note for note in notes if note.kind is NoteKind.FETCHED]
+    if not fetches or ttft_s is None:
+        return {}
+    fetch = fetches[-1]
+    there = [note for note in notes if note.engine != fetch.engine and note.at_s < fetch.until_s]
+    here = [note for note in notes if note.engine == fetch.engine and note.at_s >= fetch.until_s]
+
+    def first_s(of: Sequence[Note], *kinds: NoteKind) -> float:
+        """0 = never."""
+        return min((note.at_s for note in of if note.kind in kinds), default=0.0)
+
+    ends_s = {
+        "queued_at_prefill": first_s(there, NoteKind.CHUNK, NoteKind.FINISHED),
+        "prefill": first_s(there, NoteKind.FINISHED),
+        "transfer": fetch.until_s,
+        "queued_at_decode": first_s(here, NoteKind.CHUNK),
+        "first_step": first_s(here, NoteKind.FIRST_TOKEN),
+        "report": arrived_s + ttft_s,
+    }
+    parts: dict[str, float] = {}
+    reached_s = arrived_s
+    for name, end_s in ends_s.items():
+        end_s = min(max(end_s, reached_s), ends_s["report"])
+        parts[name], reached_s = end_s - reached_s, end_s
+    return parts
 
 
 @dataclass(slots=True)

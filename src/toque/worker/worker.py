@@ -14,16 +14,8 @@ from typing import Protocol
 import numpy as np
 from msgspec import structs
 
-from toque.errors import EngineError, ToqueError
-from toque.kernels.api import (
-    NOT_NUMBERS,
-    Decode,
-    Floats,
-    ForwardBatch,
-    LayerKV,
-    Mask,
-    Sampler,
-)
+from toque.errors import NOT_NUMBERS, EngineError, ToqueError
+from toque.kernels.api import Decode, Floats, ForwardBatch, LayerKV, Mask, Sampler
 from toque.types import (
     Chunk,
     Logprob,

@@ -6,7 +6,7 @@ import { withKey } from "./feed.js";
 const KINDS = {
   queued: ["arrived at the engine", "wait"], wait: ["waited", "wait"], admitted: ["admitted", "held"], chunk: ["prompt chunk", "prompt"],
   decode: ["decoded", "output"], preempted: ["preempted", "bad"], first_token: ["first token", "output"], downgraded: ["downgraded", "bad"],
-  finished: ["ended", "held"], more: ["more", "held"],
+  fetched: ["pages came from another engine", "held"], engine_lost: ["its engine was lost", "bad"], finished: ["ended", "held"], more: ["more", "held"],
 };
 const REFRESH_MS = 1000;
 
@@ -64,6 +64,7 @@ function facts(sequence) {
     ["first token after", duration(sequence.ttft_ms)],
     ["total", duration(sequence.total_ms)],
   ];
+  for (const [part, ms] of Object.entries(sequence.handover_ms || {})) rows.push([part.replaceAll("_", " "), duration(ms)]);
   for (const [reason, ms] of Object.entries(sequence.waited_ms)) rows.push([waits(reason).replace("waits", "waited"), duration(ms)]);
   if (slo) rows.push(["class " + slo.class, slo.verdict ? slo.verdict + (slo.missed.length ? " (" + slo.missed.join(", ") + ")" : "") : "open"]);
   return el("dl", { class: "facts-row" }, ...rows.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
@@ -108,6 +109,8 @@ function describe(event) {
   else if (event.tokens) parts.push(count(event.tokens) + " tokens");
   if (event.steps > 1) parts.push(count(event.steps) + " steps");
   if (event.reason && event.kind !== "wait") parts.push(event.reason);
+  for (const what of ["missing", "corrupt", "stale", "late", "lost"]) if (event[what + "_pages"]) parts.push(count(event[what + "_pages"]) + " pages " + what);
+  if (event.engine !== undefined) parts.push("engine " + event.engine);
   const took = (event.until_ms ?? event.at_ms) - event.at_ms;
   const lasted = took < 0.05 ? "" : " (" + duration(took) + ")";
   return name + (parts.length ? ": " + parts.join(", ") : "") + lasted;
