@@ -38,3 +38,7 @@ class CapacityError(ToqueError):
 
 class EngineError(ToqueError):
     """The engine failed while it held the request (5xx)."""
+
+
+# Why a row of a batch failed, where others need to tell it from other reasons.
+NOT_NUMBERS = "the model produced logits that are not numbers"

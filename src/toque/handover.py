@@ -99,10 +99,15 @@ class EngineState(Wire, frozen=True, kw_only=True):
     index: int
     role: str  # both, prefill or decode
     alive: bool
+    starting: bool = False  # its process is there and has not said hello
     restarts: int = 0
     open_requests: int = 0  # it answers, or computes the prompt of
     load: Load = Load()
     kept: Kept = Kept()  # its totals are of all starts
+
+
+# Of a request that takes pages of another engine: none is announced yet; they travel; it may go on.
+FETCH_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 
 
 class Transfers(Wire, frozen=True, kw_only=True):
@@ -125,4 +130,5 @@ class FleetReport(Wire, frozen=True, kw_only=True):
 
     engines: tuple[EngineState, ...]
     transfers: Transfers
+    stages: dict[str, int] = msgspec.field(default_factory=dict)  # FETCH_STAGES -> open requests
     last: Fetched | None = None  # the fetch that this report is about, where it is about one

@@ -68,7 +68,8 @@ class Counters(Wire, frozen=True, kw_only=True):
     computed_tokens: int = 0  # run through the model, recomputation included
     generation_tokens: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache
-    prefix_hits: int = 0
+    prefix_hits: int = 0  # found there; what another engine computed for this request is no hit
+    moved_tokens: int = 0  # of prompts: computed by another engine for this request
     preemptions: int = 0  # events
     recomputed_tokens: int = 0  # had been computed before a preemption and were again
     # Tokens computed for nothing, by cause; those of preemptions are `recomputed_tokens`.
@@ -83,6 +84,7 @@ class Counters(Wire, frozen=True, kw_only=True):
     refused_queue_timeout: int = 0
     refused_slo: int = 0
     downgraded: int = 0  # requests that wait without their class's promise
+    corrupted: int = 0  # requests whose logits were not numbers
 
 
 Totals = TypeVar("Totals", bound=Wire)
@@ -167,3 +169,4 @@ class Snapshot(Wire, frozen=True, kw_only=True):
     pages: bytes = b""  # one per page: 0 free, 1 cached, 2 held, 3 shared
     tree: tuple[Branch, ...] = ()  # parents first; as much as is shown
     branches: int = 0  # all of them
+    engine: int = 0  # whose it is, where there are several

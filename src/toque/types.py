@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from toque.handover import (
+    FETCH_STAGES,
     EngineState,
     Fetched,
     FleetReport,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     pass
 
 __all__ = (  # beside what is defined here
+    "FETCH_STAGES",
     "Branch",
     "Counters",
     "EngineState",
@@ -128,6 +130,7 @@ class Request(Wire, frozen=True, kw_only=True):
     thinking: ThinkingBudget | None = None
     slo: Slo | None = None  # its class, whichever the policy: attainment is counted under all
     output: tuple[TokenId, ...] = ()  # tokens that another engine gave before it was lost
+    moved_tokens: int = 0  # of its prompt are here because another engine computed them for it
 
 
 class Abort(Wire, frozen=True, kw_only=True):
@@ -146,6 +149,8 @@ class Explain(Wire, frozen=True, kw_only=True):
 
 class Look(Wire, frozen=True, kw_only=True):
     """Asks for a `Snapshot`."""
+
+    engine: int = 0  # of several
 
 
 class Shutdown(Wire, frozen=True, kw_only=True):

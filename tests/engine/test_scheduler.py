@@ -11,11 +11,19 @@ from hypothesis import strategies as st
 
 from tests.engine.fake import END, VOCAB, PageExecutor, expected_tokens, request
 from toque.build import policy_named
+from toque.errors import NOT_NUMBERS
 from toque.memory.manager import CacheManager
 from toque.scheduler.cost import StepCost
 from toque.scheduler.scheduler import Scheduler
 from toque.scheduler.step import Draft, Limits
-from toque.types import Finished, FinishReason, Request, Slo, Tokens
+from toque.types import (
+    Finished,
+    FinishReason,
+    Request,
+    Slo,
+    Tokens,
+    WaitReason,
+)
 
 
 @dataclass
@@ -284,7 +292,40 @@ def test_a_sequence_that_comes_back_sends_its_tokens_again() -> None:
     assert engine.tokens["young"] == expected_tokens(young, 40)
 
 
-def test_a_failing_row_ends_alone() -> None:
+def test_who_is_behind_others_waits_for_them_and_not_for_a_step() -> None:
+    """With one row: the first in line waits for it, all others for those before them, however long
+    the line is; a step's end is what whoever comes during one waits for, and no longer."""
+    engine = Engine(Sizes(rows=1))
+    for number in range(200):
+        engine.add(request(f"r{number}", [1, 2, 3], max_tokens=3))
+    for _ in range(2):
+        engine.step()
+    waiting = engine.scheduler.load(0.0).waiting_by_reason
+    assert waiting == {WaitReason.ROWS: 1, WaitReason.BEHIND: 198}
+    for number in (1, 2, 63, 64, 65, 199):
+        notes = engine.scheduler.timeline(f"r{number}").notes
+        assert all(note.reason != WaitReason.STEP or note.until_s == note.at_s for note in notes)
+
+
+def test_what_another_engine_computed_for_a_request_is_no_hit() -> None:
+    """Its pages are in the tree as any others are: only the request says whose work they were."""
+    found = []
+    for moved_tokens in (0, 4, 1000):
+        engine = Engine(Sizes())
+        engine.add(request("first", list(range(20))))
+        engine.drain()
+        before = engine.scheduler.counters()
+        second = request("second", list(range(20)))
+        engine.add(msgspec.structs.replace(second, moved_tokens=moved_tokens))
+        engine.drain()
+        now = engine.scheduler.counters()
+        found.append((now.prefix_hits - before.prefix_hits, now.moved_tokens))
+    hits = found[0][0]
+    assert hits > 4 and found == [(hits, 0), (hits - 4, 4), (0, hits)]
+
+
+@pytest.mark.parametrize("error", ["boom", NOT_NUMBERS])
+def test_a_failing_row_ends_alone(error: str) -> None:
     """An error of one row is that request's last event; the others' tokens do not change."""
     engine = Engine(Sizes())
     good, bad = request("good", [1, 2, 3]), request("bad", [9, 9, 9])
@@ -295,11 +336,12 @@ def test_a_failing_row_ends_alone() -> None:
     result = engine.executor.run(plan)
     bad_row = plan.chunks[1].row
     broken = [
-        msgspec.structs.replace(s, error="boom") if s.row == bad_row else s for s in result.sampled
+        msgspec.structs.replace(s, error=error) if s.row == bad_row else s for s in result.sampled
     ]
     events = engine.scheduler.commit(plan, msgspec.structs.replace(result, sampled=broken), 0.0)
     failed = [event for event in events if isinstance(event, Finished)]
-    assert [(e.id, e.reason, e.error) for e in failed] == [("bad", FinishReason.ERROR, "boom")]
+    assert [(e.id, e.reason, e.error) for e in failed] == [("bad", FinishReason.ERROR, error)]
+    assert engine.scheduler.counters().corrupted == (error == NOT_NUMBERS)
     engine.tokens["good"] = [t for e in events if isinstance(e, Tokens) for t in e.ids]
     engine.drain()
     assert engine.tokens["good"] == expected_tokens(good, 48)

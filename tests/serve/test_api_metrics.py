@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.fakes import FakeEngine, ServerThread, bytes_then_end, serving, wait_for
 from toque.metrics import TABLE, Histogram, Metrics, Row
 from toque.metrics.values import MOST_KEYS
-from toque.types import Counters, Load, RefusalCause, Refused, Slo, StepReport, StepTimes
+from toque.types import (
+    Counters,
+    Fetched,
+    FleetReport,
+    Load,
+    RefusalCause,
+    Refused,
+    Slo,
+    StepReport,
+    StepTimes,
+    Transfers,
+)
 
 
 def scrape(server: ServerThread) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -250,6 +262,11 @@ VLLM = {
     "request_max_num_generation_tokens": "histogram", "request_params_max_tokens": "histogram",
     "request_prefill_kv_computed_tokens": "histogram", "request_params_n": "histogram",
     "request_num_preemptions": "histogram",
+    "prompt_tokens_cached_by_source": "counter", "corrupted_requests": "counter",
+    "external_prefix_cache_queries": "counter", "external_prefix_cache_hits": "counter",
+    "tool_call_parser_invocations": "counter", "num_requests_kv_fetch_by_stage": "gauge",
+    "nixl_xfer_time_seconds": "histogram", "nixl_bytes_transferred": "histogram",
+    "nixl_num_descriptors": "histogram", "nixl_num_failed_transfers": "counter",
 }  # fmt: skip
 
 
@@ -284,3 +301,76 @@ def test_reasons_to_wait_become_vllms_two() -> None:
 def test_vllm_names_are_absent_unless_asked_for() -> None:
     with serving() as server:
         assert "vllm:" not in server.http.get("/metrics").text
+
+
+def test_the_plain_names_of_vllms_http_server_add_up() -> None:
+    """Handlers for routes, classes of statuses, one histogram over all routes, the process."""
+    with serving(metrics_compat="vllm") as server:
+        server.complete()
+        server.complete()
+        server.http.post("/v1/completions", json={"prompt": ""})
+        server.http.post("/v1/completions", json={"prompt": "x", "model": "no"})
+        server.http.get("/version")
+        text = server.http.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    posts = {
+        sample.labels["status"]: sample.value
+        for sample in families["http_requests"].samples
+        if sample.labels["handler"] == "/v1/completions" and sample.labels["method"] == "POST"
+    }
+    assert posts == {"2xx": 2.0, "4xx": 2.0}
+    for name in ("http_request_duration_seconds", "http_request_size_bytes",
+                 "http_response_size_bytes"):  # fmt: skip
+        counts = {s.labels["handler"]: s.value for s in families[name].samples
+                  if s.name.endswith("_count")}  # fmt: skip
+        assert counts["/v1/completions"] == 4 and counts["/version"] == 1
+    whole = {s.name: s.value for s in families["http_request_duration_highr_seconds"].samples
+             if not s.name.endswith("_bucket")}  # fmt: skip
+    exchanges = sum(sample.value for sample in families["toque_http_requests"].samples)
+    assert whole["http_request_duration_highr_seconds_count"] == exchanges >= 5
+    assert families["process_resident_memory_bytes"].samples[0].value > 1e6
+    assert "python_info" in families and "python_gc_objects_collected" in families
+
+
+# -------------------------------------------------------------------------- several engines, tools
+
+
+def test_prompts_by_source_are_the_whole_prompts() -> None:
+    """Of 100 tokens 32 were found and 48 moved; of 10 more none: what is left was computed."""
+    metrics = Metrics("vllm")
+    first = Counters(prompt_tokens=100, prefix_queries=100, prefix_hits=32, moved_tokens=48)
+    metrics.step(StepReport(counters=first))
+    metrics.step(StepReport(counters=structs.replace(first, prompt_tokens=110, prefix_queries=110)))
+    text = metrics.text().decode()
+    for labels, tokens in (
+        ('prompt_tokens_by_source_total{source="local_compute"', 30),
+        ('prompt_tokens_by_source_total{source="local_cache_hit"', 32),
+        ('prompt_tokens_by_source_total{source="external_kv_transfer"', 48),
+        ('prompt_tokens_cached_by_source_total{source="device"', 32),
+        ('prompt_tokens_cached_by_source_total{source="p2p"', 48),
+    ):
+        assert f"toque_{labels}}} {tokens}.0\n" in text, labels
+    assert "toque_prompt_tokens_cached_total 80.0\n" in text
+
+
+def test_transfers_are_told_per_hand_over() -> None:
+    metrics = Metrics()
+    metrics.hello(hello := FakeEngine().outbox[0], "v")
+    assert hello.block_size == 16
+    fetches = (Fetched(id="a", moved_pages=5, moved_bytes=5000, seconds=0.5),
+               Fetched(id="b", moved_pages=1, missing_pages=2, moved_bytes=1000, seconds=0.25),
+               Fetched(id="c", cached_pages=4))  # fmt: skip
+    for fetched in fetches:
+        metrics.fleet(FleetReport(engines=(), transfers=Transfers(), last=fetched,
+                                  stages={"in_progress": 3}))  # fmt: skip
+    metrics.fleet(FleetReport(engines=(), transfers=Transfers(), stages={"completed_waiting": 1}))
+    text = metrics.text().decode()
+    for line in (
+        "kv_transfer_seconds_count 3.0", "kv_transfer_seconds_sum 0.75",
+        "kv_transfer_size_bytes_sum 6000.0", "kv_transfer_size_pages_sum 6.0",
+        "kv_failed_transfers_total 1.0", "external_prefix_cache_queries_total 128.0",
+        "external_prefix_cache_hits_total 96.0",
+        'num_requests_kv_fetch_by_stage{stage="in_progress"} 0.0',
+        'num_requests_kv_fetch_by_stage{stage="completed_waiting"} 1.0',
+    ):  # fmt: skip
+        assert f"toque_{line}\n" in text, line

@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 from tests.serve.fakes import (
@@ -120,6 +121,35 @@ def test_a_call_is_a_message_without_text(server: ServerThread) -> None:
     assert told["content"] is None and told["finish_reason"] == "tool_calls"
     assert [c["name"] for c in told["tool_calls"]] == ["weather"]
     assert json.loads(told["tool_calls"][0]["arguments"]) == {"city": 'Os"lo 😀', "days": 2}
+
+
+def test_each_choice_that_is_read_for_calls_is_counted_once() -> None:
+    """Streamed or whole, with a call or without; a chat without tools is not read."""
+    engine = FakeEngine(context=8192)
+    with serving(engine, load_tokenizer=HermesTokenizer, metrics_compat="vllm") as server:
+        plays(server, CALL)
+        server.chat(tools=TOOLS, n=2)
+        server.stream(CHAT, messages=HI, tools=TOOLS)
+        server.chat()
+        body = {
+            "input": "hi",
+            "model": "fake",
+            "tools": [{"type": "function", **TOOLS[0]["function"]}],
+        }
+        assert server.http.post("/v1/responses", json=body).status_code == 200
+        plays(server, "no call")
+        server.chat(tools=TOOLS)
+        server.stream(CHAT, messages=HI, tools=TOOLS)
+        families = text_string_to_metric_families(server.http.get("/metrics").text)
+    told = next(f for f in families if f.name == "vllm:tool_call_parser_invocations")
+    names = ("mode", "request_type", "outcome")
+    assert {tuple(s.labels[n] for n in names): s.value for s in told.samples} == {
+        ("non_streaming", "chat_completions", "tool_call"): 2,
+        ("streaming", "chat_completions", "tool_call"): 1,
+        ("non_streaming", "responses", "tool_call"): 1,
+        ("non_streaming", "chat_completions", "no_tool_call"): 1,
+        ("streaming", "chat_completions", "no_tool_call"): 1,
+    }
 
 
 def test_text_before_and_after_calls_is_kept(server: ServerThread) -> None:

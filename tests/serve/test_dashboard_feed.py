@@ -59,12 +59,15 @@ def test_a_document_says_what_is_there() -> None:
             next(lines)
             with httpx.stream("GET", server.url + EVENTS_PATH, timeout=10) as answer:
                 assert answer.headers["content-type"].startswith("text/event-stream")
-                shown = next(d for d in documents(answer) if d["board"] and d["board"]["lanes"])
+                shown = next(
+                    d for d in documents(answer) if d["boards"] and d["boards"]["0"]["lanes"]
+                )
     assert shown["state"] == "ready" and shown["model"]["name"] == "fake"
-    (lane,) = shown["board"]["lanes"]
+    (lane,) = shown["boards"]["0"]["lanes"]
     assert lane["prompt_tokens"] == 6 and lane["cached_tokens"] == 0 and lane["age_s"] >= 0
-    assert shown["board"]["pages"] == "1s9h90f" and shown["board"]["tree"] == [
+    assert shown["boards"]["0"]["pages"] == "1s9h90f" and shown["boards"]["0"]["tree"] == [
         [-1, 2, 2, 0], [0, 1, 0, 0]]  # fmt: skip
+    assert shown["boards"]["0"]["shared"] == 1
     assert shown["errors"] == {"validation": 1}
     assert shown["calls"][0]["id"] == lane["id"] and not shown["calls"][0]["ended"]
     assert shown["steps"][-1][3] == 1  # one token was decoded
@@ -74,7 +77,7 @@ def test_the_numbers_come_while_the_engine_is_silent() -> None:
     engine = FakeEngine(answer_looks=False)
     with serving(engine) as server, server.http.stream("GET", EVENTS_PATH) as answer:
         stream = documents(answer)
-        assert [next(stream)["board"] for _ in range(3)] == [None] * 3
+        assert [next(stream)["boards"] for _ in range(3)] == [{}] * 3
 
 
 def test_a_page_that_is_open_does_not_hold_up_the_end() -> None:

@@ -100,7 +100,17 @@ def test_the_same_tokens_as_one_engine(fleet: Live, expected: list[list[int]]) -
     """Alone, together, and again with everything cached."""
     assert [ask(fleet, body) for body in bodies()] == expected
     assert ask_together(fleet, bodies()) == expected
+    sent_tokens = 2 * sum(len(body["prompt"]) for body in bodies())  # each counts once
+    assert fleet.metric("toque_prompt_tokens_total") == sent_tokens
+    assert fleet.metric("toque_prompt_tokens_by_source_total") == sent_tokens
+    assert fleet.metric("toque_key_prompt_tokens_total") == sent_tokens
+    assert fleet.metric("toque_anomalies_total") == 0
+    moved_tokens = fleet.metric(
+        "toque_prompt_tokens_by_source_total", source="external_kv_transfer"
+    )
+    assert moved_tokens <= fleet.metric("toque_external_prefix_cache_hits_total")
     if fleet.metric("toque_engine_up", role="prefill"):
+        assert moved_tokens > 0
         assert fleet.metric("toque_kv_transfer_pages_total", fate="moved") > 0
         assert fleet.metric("toque_kv_transfer_failed_pages_total") == 0
     fleet.wait_idle()

@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -26,9 +27,11 @@ from toque.types import (
     Fetched,
     Finished,
     FinishReason,
+    FleetReport,
     FromEngine,
     Hello,
     Load,
+    Look,
     PagesReady,
     Prefill,
     Refused,
@@ -37,6 +40,7 @@ from toque.types import (
     SamplingParams,
     Shutdown,
     Slo,
+    Snapshot,
     Source,
     StepReport,
     Times,
@@ -133,15 +137,24 @@ class Client:
         self.fleet = fleet
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[Event]] = {}
+        self.others: list[FromEngine] = []
+        self.counters = Counters()
 
     async def read(self) -> None:
         while True:
             message = await self.fleet.receive()
+            if isinstance(message, StepReport):
+                self.counters = message.counters
+            else:
+                self.others.append(message)
             for event in message.events if isinstance(message, StepReport) else ():
                 if isinstance(event, Tokens):
                     self.tokens.setdefault(event.id, []).extend(event.ids)
                 else:
                     self.ends.setdefault(event.id, []).append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.others if isinstance(message, kind)]
 
     async def until(self, condition: Callable[[], Any]) -> None:
         for _ in range(20_000):
@@ -198,6 +211,84 @@ def test_a_prompt_is_handed_over_and_its_pages_are_let_go() -> None:
         assert len(prefill.of(Prefill)) == 1 and len(decode.of(Request)) == 1
 
     play([prefill, decode], scenario)
+
+
+def test_a_fetch_is_told_by_stage_until_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "TELL_S", 0.001)
+    prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+
+    async def scenario(client: Client) -> None:
+        def told(stages: dict[str, int]) -> Callable[[], bool]:
+            return lambda: client.of(FleetReport)[-1].stages == stages
+
+        client.fleet.send(request("a"))
+        name = prefill.of(Prefill)[0].request.id
+        client.fleet.send(structs.replace(request("b"), prompt=tuple(range(100, 141))))
+        await client.until(told({"waiting_to_start": 2}))
+        prefill.say(PagesReady(id=name, first=0, pages=()))
+        await client.until(told({"waiting_to_start": 1, "in_progress": 1}))
+        prefill.say(PagesReady(id=name, first=0, pages=(), last=True))
+        decode.say(Fetched(id="a", moved_pages=10))
+        await client.until(told({"waiting_to_start": 1, "completed_waiting": 1}))
+        decode.report(Tokens(id="a", ids=(5,)))
+        client.fleet.send(Abort(id="b"))
+        decode.report(end("b", FinishReason.ABORT))
+        await client.until(told({}))
+
+    play([prefill, decode], scenario)
+
+
+def test_a_prompt_counts_where_it_is_answered_and_its_work_where_it_is_done() -> None:
+    prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+    there = Counters(prompt_tokens=40, prefix_queries=40, prefix_hits=8, computed_tokens=32)
+    here = Counters(prompt_tokens=41, prefix_queries=41, moved_tokens=40, computed_tokens=9)
+
+    async def scenario(client: Client) -> None:
+        prefill.say(StepReport(counters=there))
+        decode.say(StepReport(counters=here))
+        await client.until(lambda: client.counters.computed_tokens == 41)
+        assert client.counters == structs.replace(here, computed_tokens=41)
+
+    play([prefill, decode], scenario)
+
+
+def test_a_look_goes_to_one_engine_and_the_picture_says_whose_it_is() -> None:
+    engines = [FakeEngine("both"), FakeEngine("both")]
+
+    async def scenario(client: Client) -> None:
+        client.fleet.send(Look(engine=1))
+        assert len(engines[1].of(Look)) == 1 and not engines[0].of(Look)
+        for engine in engines:
+            engine.say(Snapshot(step=1))
+        await client.until(lambda: len(client.of(Snapshot)) == 2)
+        assert {seen.engine for seen in client.of(Snapshot)} == {0, 1}
+
+    play(engines, scenario)
+
+
+def test_an_engine_is_told_alive_lost_starting_and_alive_again() -> None:
+    class Slow(FakeEngine):
+        async def start(self) -> FakeEngine:
+            port = await super().start()
+            if self.starts > 1:
+                self.hello, self._out = self._out, asyncio.Queue()
+            return port
+
+    engines = [FakeEngine("both"), Slow("both")]
+
+    def lives(client: Client) -> list[tuple[bool, bool, int]]:
+        told = [report.engines[1] for report in client.of(FleetReport)]
+        return [(state.alive, state.starting, state.restarts) for state in told]
+
+    async def scenario(client: Client) -> None:
+        engines[1].die()
+        await client.until(lambda: (False, False, 1) in lives(client))
+        await client.until(lambda: (False, True, 1) in lives(client))
+        engines[1].say(await engines[1].hello.get())
+        await client.until(lambda: lives(client)[-1] == (True, False, 1))
+        assert [states[0] for states, _ in groupby(lives(client))] == [True, False, False, True]
+
+    play(engines, scenario)
 
 
 @pytest.mark.parametrize("computed", [False, True])

@@ -166,6 +166,7 @@ class Decoder(Side):
                 (end_of,) = told
                 pages = end_of.cached_pages + end_of.moved_pages + end_of.missing_pages
                 assert pages == (len(requests[0].prompt) - 1) // BLOCK
+                assert requests[0].moved_tokens == end_of.moved_pages * BLOCK
                 return
             fetch = self.importer._fetches[fetched_id]
             if not fetch.pulls:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from msgspec import structs
@@ -35,9 +36,9 @@ from toque.disagg.routing import chain, choose
 from toque.disagg.totals import added, with_move
 from toque.errors import EngineError
 from toque.types import (
+    FETCH_STAGES,
     Abort,
     EngineFailed,
-    EngineState,
     Event,
     Explain,
     Fetch,
@@ -103,8 +104,7 @@ class Fleet:
             case Explain():
                 self._explain(message)
             case Look():
-                for member in self._members:
-                    member.send(message)
+                self._members[message.engine].send(message)
             case Spellings():
                 self._spellings = message  # for engines that come later, too
                 for member in self._members:
@@ -153,6 +153,7 @@ class Fleet:
             decode.send(request)
             return
         placed.prefill, placed.handovers = prefill, placed.handovers + 1
+        placed.stage = FETCH_STAGES[0]
         prefill.take_prompt(placed, missing_tokens)
         decode.take(placed, 0)
         decode.send(Fetch(request=request, source=source, patience_s=PATIENCE_S))
@@ -231,6 +232,7 @@ class Fleet:
         while not self._stopping:
             try:
                 member.port = await member.launcher.start()
+                self._tell()
                 while True:
                     self._handle(member, await member.port.receive())
                     retry_s = FIRST_RETRY_S if member.alive else retry_s
@@ -263,6 +265,7 @@ class Fleet:
     def _move(self, placed: Placed) -> None:
         self._let_go(placed)
         placed.decode, placed.scored_here, placed.moved_tokens = None, 0, 0
+        placed.stage = ""
         if placed.aborted is not None:
             del self._placed[placed.request.id]
             self._report((placed.finished(placed.aborted, self._clock()),))
@@ -292,7 +295,9 @@ class Fleet:
                 self._welcome(member, message)
             case Timeline():
                 self._explained(member, message)
-            case Heartbeat() | Snapshot():
+            case Snapshot():
+                self._out.put_nowait(structs.replace(message, engine=member.index))
+            case Heartbeat():
                 self._out.put_nowait(message)
             case EngineFailed():
                 raise EngineError(message.message)
@@ -311,8 +316,7 @@ class Fleet:
             hellos = [(m.role, m.hello) for m in self._members if m.hello is not None]
             self._hello = merged_hello(hellos)
             self._out.put_nowait(self._hello)
-        if self._hello is not None:
-            self._tell()
+        self._tell()
 
     def _pages(self, member: Member, message: PagesReady) -> None:
         placed = self._handed(member, message.id)
@@ -320,6 +324,7 @@ class Fleet:
             if message.last:
                 member.send(Release(id=message.id))
             return
+        placed.stage = FETCH_STAGES[1]
         if message.last:
             member.computed_prompt(placed)
         placed.decode.send(structs.replace(message, id=placed.request.id))
@@ -335,6 +340,7 @@ class Fleet:
         if placed is None or placed.decode is not member:
             return
         self._let_go(placed)
+        placed.stage = FETCH_STAGES[2]
         assert self._hello is not None
         placed.moved_tokens = fetched.moved_pages * self._hello.block_size
         self._transfers = added(self._transfers, fetched)
@@ -374,23 +380,19 @@ class Fleet:
     async def _tell_often(self) -> None:
         while True:
             await asyncio.sleep(TELL_S)
-            if self._hello is not None:
-                self._tell()
+            self._tell()
 
     def _tell(self, last: Fetched | None = None) -> None:
-        states = tuple(
-            EngineState(
-                index=member.index,
-                role=member.role,
-                alive=member.alive,
-                restarts=member.restarts,
-                open_requests=member.open_requests,
-                load=member.load,
-                kept=member.kept(self._clock()),
+        if self._hello is None:
+            return  # the server knows of no engine before it knows all of them
+        self._out.put_nowait(
+            FleetReport(
+                engines=tuple(member.state(self._clock()) for member in self._members),
+                transfers=self._transfers,
+                stages=Counter(placed.stage for placed in self._placed.values() if placed.stage),
+                last=last,
             )
-            for member in self._members
         )
-        self._out.put_nowait(FleetReport(engines=states, transfers=self._transfers, last=last))
 
 
 def _kind(hello: Hello) -> str:

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from msgspec import structs
+
 from toque.disagg.names import page_names
 from toque.disagg.pullers import Connect, Pull, Pulled, Puller
 from toque.disagg.transport import Bytes, PoolView
@@ -146,7 +148,7 @@ class Importer:
         for fetch in over:
             self._close(fetch)
         self._let_go()
-        return [fetch.order.request for fetch in over], told
+        return [self._going_on(fetch) for fetch in over], told
 
     def close(self) -> None:
         for puller in self._pullers:
@@ -264,6 +266,10 @@ class Importer:
             fetch.done += 1
         if fetch.done > before:
             self._cache.commit(fetch.key, fetch.tokens, fetch.done * self._cache.block_size)
+
+    def _going_on(self, fetch: _Fetch) -> Request:
+        moved_tokens = (fetch.done - fetch.cached) * self._cache.block_size
+        return structs.replace(fetch.order.request, moved_tokens=moved_tokens)
 
     def _told(self, fetch: _Fetch) -> Fetched:
         moved, now_s = fetch.done - fetch.cached, self._clock()

@@ -19,6 +19,7 @@ from toque.ipc import ServePort
 from toque.telemetry import plus
 from toque.types import (
     Counters,
+    EngineState,
     Finished,
     FinishReason,
     Hello,
@@ -67,6 +68,7 @@ class Placed:
     first_token_s: float | None = None
     scored: int = 0  # prompt logprobs that the client has
     scored_here: int = 0  # of these, given by the engine that answers now, or again by it
+    stage: str = ""  # of handover.FETCH_STAGES, until its first token
     moved_tokens: int = 0  # of the prompt, whose pages came from the engine that computed it
     trail: Trail = field(init=False)
 
@@ -81,6 +83,7 @@ class Placed:
 
     def add(self, event: Tokens, now_s: float) -> None:
         self.begun = True
+        self.stage = ""
         self.output += event.ids
         if self.first_token_s is None:
             self.first_token_s = now_s
@@ -175,6 +178,10 @@ class Member:
         return self.hello is not None
 
     @property
+    def starting(self) -> bool:
+        return self.port is not None and not self.alive
+
+    @property
     def open_requests(self) -> int:
         return len(self._open) + len(self._prompts)
 
@@ -188,6 +195,18 @@ class Member:
         age_s = now.oldest_lease_s + now_s - self._kept_at_s if now.leases else 0.0
         before = structs.replace(self._kept_before, leases=0, oldest_lease_s=0.0)
         return structs.replace(plus(before, now), oldest_lease_s=age_s)
+
+    def state(self, now_s: float) -> EngineState:
+        return EngineState(
+            index=self.index,
+            role=self.role,
+            alive=self.alive,
+            starting=self.starting,
+            restarts=self.restarts,
+            open_requests=self.open_requests,
+            load=self.load,
+            kept=self.kept(now_s),
+        )
 
     def send(self, message: ToEngine) -> None:
         if self.port is not None:
@@ -250,7 +269,10 @@ class Member:
 
     def heard(self, report: StepReport) -> None:
         self.load = report.load
-        self._counters = report.counters
+        counters = report.counters
+        if self.role == "prefill":  # the request counts where it is answered
+            counters = structs.replace(counters, prompt_tokens=0, prefix_queries=0, prefix_hits=0)
+        self._counters = counters
 
     def keeps(self, kept: Kept, now_s: float) -> None:
         self._kept, self._kept_at_s = kept, now_s

@@ -182,7 +182,6 @@ class Recorded(Protocol):
 
 Mask = NDArray[np.uint32]  # [words]: token i is allowed where bit i % 32 of word i // 32 is set
 
-NOT_NUMBERS = "the model produced logits that are not numbers"
 NOTHING_LEFT = "the request forbids every token that could follow"
 
 

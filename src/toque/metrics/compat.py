@@ -6,7 +6,8 @@ Does not know: values; it reads those of the table's collectors at every exposit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
@@ -14,6 +15,7 @@ from prometheus_client.samples import Sample
 
 from toque.metrics.table import PREFIX, TABLE, Row
 
+Relabel = Callable[[Mapping[str, str]], dict[str, str]]
 VLLM_PREFIX = "vllm:"
 ENGINE = "0"  # vLLM numbers its engines
 # Our values of a label -> vLLM's; what is not listed becomes the default under "".
@@ -26,8 +28,19 @@ _RENAMED = {
 }
 
 
+# Ours -> what its HTTP server exports beside them, without prefix, model and engine.
+_HTTP = {
+    "http_requests": "http_requests",
+    "http_request_duration_seconds": "http_request_duration_seconds",
+    "http_request_size_bytes": "http_request_size_bytes",
+    "http_response_size_bytes": "http_response_size_bytes",
+}
+_WHOLE = "http_request_duration_highr_seconds"  # the durations over all routes
+
+
 class VllmNames(Collector):
-    """`vllm:…{…, model_name, engine}` for every row that has a vLLM name."""
+    """`vllm:…{…, model_name, engine}` for every row that has a vLLM name, and the plain names of
+    its HTTP server."""
 
     def __init__(self, collectors: Mapping[str, Collector]) -> None:
         """`collectors`: of the table's rows, by name."""
@@ -40,22 +53,38 @@ class VllmNames(Collector):
     def collect(self) -> Iterable[Metric]:
         for row in TABLE:
             if row.vllm is not None:
-                for metric in self._collectors[row.name].collect():
-                    yield self._renamed(row, metric)
+                theirs = VLLM_PREFIX + (row.vllm or row.name)
+                yield from self._renamed(row.name, theirs, partial(self._labels, row))
+        for ours, theirs in _HTTP.items():
+            yield from self._renamed(ours, theirs, _http_labels)
+        yield from self._renamed(_HTTP["http_request_duration_seconds"], _WHOLE, _only_bounds)
 
-    def _renamed(self, row: Row, metric: Metric) -> Metric:
-        ours, theirs = PREFIX + row.name, VLLM_PREFIX + (row.vllm or row.name)
-        renamed = Metric(theirs, metric.documentation, metric.type)
-        values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        for sample in metric.samples:
-            if not sample.name.endswith("_created"):
-                name = theirs + sample.name.removeprefix(ours)
-                labels = tuple(self._labels(row, sample.labels).items())
-                values[name, labels] = values.get((name, labels), 0.0) + sample.value
-        renamed.samples = [Sample(name, dict(of), v) for (name, of), v in values.items()]
-        return renamed
+    def _renamed(self, name: str, theirs: str, labels: Relabel) -> Iterable[Metric]:
+        """The row's metrics; samples whose labels become the same are added up."""
+        for metric in self._collectors[name].collect():
+            renamed = Metric(theirs, metric.documentation, metric.type)
+            values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+            for sample in metric.samples:
+                if not sample.name.endswith("_created"):
+                    key = theirs + sample.name.removeprefix(PREFIX + name)
+                    of = tuple(labels(sample.labels).items())
+                    values[key, of] = values.get((key, of), 0.0) + sample.value
+            renamed.samples = [Sample(key, dict(of), v) for (key, of), v in values.items()]
+            yield renamed
 
     def _labels(self, row: Row, labels: Mapping[str, str]) -> dict[str, str]:
         words = _RENAMED.get(row.name, {})
         renamed = {name: words.get(v, words.get("", v)) for name, v in labels.items()}
         return {**renamed, "model_name": self.model_name, "engine": ENGINE}
+
+
+def _http_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """A route is its handler, a status its class."""
+    renamed = {"handler" if name == "route" else name: value for name, value in labels.items()}
+    if "status" in renamed:
+        renamed["status"] = renamed["status"][0] + "xx"
+    return renamed
+
+
+def _only_bounds(labels: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in labels.items() if name == "le"}

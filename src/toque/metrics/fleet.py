@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from prometheus_client import Counter, Gauge
 
 from toque.metrics.histogram import Histogram
-from toque.types import FleetReport, Kept, PageFault, Transfers
+from toque.types import FETCH_STAGES, Fetched, FleetReport, Kept, PageFault, Transfers
 
 FATES = ("moved", "missing", "cached")
 
@@ -28,12 +28,16 @@ class FleetNumbers:
         self._restarts: dict[int, int] = {}  # by engine
         self._kept: dict[int, Kept] = {}  # by engine
         self._seen = Transfers()
+        self._bytes = histograms["kv_transfer_size_bytes"]
+        self._pages = histograms["kv_transfer_size_pages"]
         for fate in FATES:
             counters["kv_transfer_pages"].labels(fate)
         for fault in PageFault:
             counters["kv_transfer_failed_pages"].labels(fault)
+        for stage in FETCH_STAGES:
+            gauges["num_requests_kv_fetch_by_stage"].labels(stage)
 
-    def report(self, report: FleetReport) -> None:
+    def report(self, report: FleetReport, block_size: int) -> None:
         for engine in report.engines:
             labels = (str(engine.index), engine.role)
             self._gauges["engine_up"].labels(*labels).set(engine.alive)
@@ -53,8 +57,20 @@ class FleetNumbers:
         for fault in PageFault:
             grown = now.failed.get(fault, 0) - seen.failed.get(fault, 0)
             self._counters["kv_transfer_failed_pages"].labels(fault).inc(grown)
+        for stage in FETCH_STAGES:
+            waiting = report.stages.get(stage, 0)
+            self._gauges["num_requests_kv_fetch_by_stage"].labels(stage).set(waiting)
         if report.last is not None:
-            self._seconds.observe(report.last.seconds)
+            self._fetched(report.last, block_size)
+
+    def _fetched(self, fetched: Fetched, block_size: int) -> None:
+        self._seconds.observe(fetched.seconds)
+        self._bytes.observe(fetched.moved_bytes)
+        self._pages.observe(fetched.moved_pages)
+        asked_pages = fetched.moved_pages + fetched.missing_pages
+        self._counters["external_prefix_cache_queries"].inc(asked_pages * block_size)
+        self._counters["external_prefix_cache_hits"].inc(fetched.moved_pages * block_size)
+        self._counters["kv_failed_transfers"].inc(bool(fetched.failed or fetched.missing_pages))
 
     def _keeps(self, index: int, labels: tuple[str, str], kept: Kept) -> None:
         """What an engine keeps for others; its totals never decrease."""

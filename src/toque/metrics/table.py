@@ -2,9 +2,8 @@
 
 Owns: names. Knows: what each number means. Does not know: where numbers come from.
 
-Names and meanings are vLLM's with the prefix `toque_`; what vLLM has and this table lacks belongs
-to a part that this engine has not (adapters, multimodal inputs, drafts, transfers, sleep). Times
-are seconds; counters are exposed with `_total`.
+Names and meanings are vLLM's with the prefix `toque_`; docs/metrics.md lists what vLLM has and this
+table lacks, and why. Times are seconds; counters are exposed with `_total`.
 """
 
 from __future__ import annotations
@@ -37,6 +36,9 @@ STEP_S = (
 STEP_TOKENS = tuple(float(x) for x in (1, *(2**k for k in range(3, 15))))
 LENGTH_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 BODY_BYTES = tuple(float(4**k) for k in range(3, 14))
+TRANSFER_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TRANSFER_BYTES = tuple(float(2**k) for k in range(11, 34, 2))
+TRANSFER_PAGES = tuple(float(m * 10**e) for e in range(5) for m in (1, 2, 5))
 ERROR_SHARE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 FEW = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
@@ -104,6 +106,10 @@ MEMORY = (
     ),
     counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", vllm=""),
     counter("prefix_cache_hits", "Tokens found in the prefix cache.", vllm=""),
+    counter(
+        "external_prefix_cache_queries", "Tokens asked of the engine that computes them.", vllm=""
+    ),
+    counter("external_prefix_cache_hits", "Tokens whose pages came from there.", vllm=""),
     gauge(
         "cache_config_info",
         "1; the settings of the KV cache, as labels.",
@@ -115,16 +121,29 @@ TOKENS = (
     counter("prompt_tokens", "Prompt tokens of admitted requests.", vllm=""),
     counter(
         "prompt_tokens_by_source",
-        "The same: computed here, or found in the prefix cache.",
+        "The same: computed here, found in the prefix cache, or computed by another engine.",
         "source",
         vllm="",
     ),
-    counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", vllm=""),
+    counter("prompt_tokens_cached", "Prompt tokens that needed no computation here.", vllm=""),
+    counter(
+        "prompt_tokens_cached_by_source",
+        "The same: device = in this engine's prefix cache, p2p = brought from another engine.",
+        "source",
+        vllm="",
+    ),
     counter("generation_tokens", "Tokens generated.", vllm=""),
     counter("computed_tokens", "Tokens run through the model, recomputation included."),
     counter("recomputed_tokens", "Tokens computed again after a preemption."),
 )
 REQUESTS = (
+    counter("corrupted_requests", "Sequences whose logits were not numbers.", vllm=""),
+    counter(
+        "tool_call_parser_invocations",
+        "Choices that were read for tool calls, once each, by whether there were any.",
+        *("mode", "request_type", "outcome"),
+        vllm="",
+    ),
     counter("request_success", "Sequences that ended, by reason.", "finished_reason", vllm=""),
     spread("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S,
            vllm=""),
@@ -201,6 +220,16 @@ SERVER = (
     gauge("engine_open_requests", "Requests that an engine has.", "engine", "role"),
     gauge("engine_held_pages", "Pages that an engine's requests hold.", "engine", "role"),
     counter("engine_restarts", "Engines that were started again.", "engine", "role"),
+    spread("event_loop_delay_seconds", "How late the server's event loop wakes up.", STEP_S),
+    counter("anomalies", "Reports of the engine whose totals went backwards."),
+)
+BETWEEN = (
+    gauge(
+        "num_requests_kv_fetch_by_stage",
+        "Requests that take pages of another engine and have no token yet, by stage.",
+        "stage",
+        vllm="",
+    ),
     counter("moved_requests", "Requests that went on at another engine."),
     gauge("engine_leases", "Prompts whose pages it keeps for others.", "engine", "role"),
     gauge("engine_oldest_lease_seconds", "Age of the oldest of these.", "engine", "role"),
@@ -229,12 +258,28 @@ SERVER = (
         "kv_transfer_discarded_pages", "Pages that came when their hand-over was over already."
     ),
     counter("kv_transfer_bytes", "Bytes of pages that travelled between engines."),
+    counter(
+        "kv_failed_transfers",
+        "Hand-overs of which a page did not come, or was not what it should be.",
+        vllm="nixl_num_failed_transfers",
+    ),
     spread(
         "kv_transfer_seconds",
         "From the order to fetch a prompt's pages until its request could go on.",
-        REQUEST_S,
+        TRANSFER_S,
+        vllm="nixl_xfer_time_seconds",
     ),
-    spread("event_loop_delay_seconds", "How late the server's event loop wakes up.", STEP_S),
-    counter("anomalies", "Reports of the engine whose totals went backwards."),
+    spread(
+        "kv_transfer_size_bytes",
+        "Bytes that travelled for one prompt.",
+        TRANSFER_BYTES,
+        vllm="nixl_bytes_transferred",
+    ),
+    spread(
+        "kv_transfer_size_pages",
+        "Pages that travelled for one prompt.",
+        TRANSFER_PAGES,
+        vllm="nixl_num_descriptors",
+    ),
 )
-TABLE = SCHEDULER + MEMORY + TOKENS + REQUESTS + SLO + CALLS + SERVER
+TABLE = SCHEDULER + MEMORY + TOKENS + REQUESTS + SLO + CALLS + SERVER + BETWEEN

@@ -17,6 +17,8 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
+    GCCollector,
+    PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
@@ -27,6 +29,7 @@ from toque.metrics.fleet import FleetNumbers
 from toque.metrics.histogram import Histogram
 from toque.metrics.slo import LEFT, MET, REFUSED, Attainment, Pace, verdict
 from toque.metrics.table import CAUSES, OUTCOMES, PREFIX, TABLE, Row
+from toque.metrics.totals import EngineTotals
 from toque.types import (
     Counters,
     Finished,
@@ -48,33 +51,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 MOST_KEYS = 32  # API keys with a label of their own
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Field of types.Counters -> counter of the table, and the value of its label.
-_TOTALS = {
-    "steps": ("engine_steps", ""),
-    "prompt_tokens": ("prompt_tokens", ""),
-    "computed_tokens": ("computed_tokens", ""),
-    "generation_tokens": ("generation_tokens", ""),
-    "prefix_queries": ("prefix_cache_queries", ""),
-    "prefix_hits": ("prefix_cache_hits", ""),
-    "preemptions": ("num_preemptions", ""),
-    "recomputed_tokens": ("recomputed_tokens", ""),
-    "wasted_aborted_tokens": ("wasted_tokens", "aborted"),
-    "wasted_stopped_tokens": ("wasted_tokens", "stopped"),
-    "wasted_evicted_tokens": ("wasted_tokens", "evicted"),
-    "wasted_failed_tokens": ("wasted_tokens", "failed"),
-    "refused_invalid": ("admission_rejections", RefusalCause.INVALID),
-    "refused_queue_requests": ("admission_rejections", RefusalCause.QUEUE_REQUESTS),
-    "refused_queue_tokens": ("admission_rejections", RefusalCause.QUEUE_TOKENS),
-    "refused_queue_timeout": ("admission_rejections", RefusalCause.QUEUE_TIMEOUT),
-    "refused_slo": ("admission_rejections", RefusalCause.SLO),
-    "downgraded": ("slo_downgraded", ""),
-}
-# Counters that are also told under a second name.
-_ALSO = {
-    "recomputed_tokens": ("wasted_tokens", "preempted"),
-    "prefix_hits": ("prompt_tokens_cached", ""),
-}
-
+REQUEST_TYPES = {"chatcmpl": "chat_completions", "resp": "responses"}
 EXCHANGES = (
     "http_request_duration_seconds",
     "http_request_size_bytes",
@@ -100,9 +77,11 @@ class Metrics:
         self._vllm = VllmNames({**self._counters, **self._gauges, **self._histograms})
         if compat == "vllm":
             self.registry.register(self._vllm)
+            for plain in (ProcessCollector, PlatformCollector, GCCollector):  # process_, python_
+                plain(registry=self.registry)
         ProcessCollector(namespace="toque_server", registry=self.registry)
         self._engine_pid = 0
-        self._seen = Counters()
+        self._totals = EngineTotals(self._counters)
         self._keys: set[str] = set()
         self._load_at_s = clock()
         self._last_load = Load()
@@ -127,11 +106,7 @@ class Metrics:
             "request_success": tuple(FinishReason),
             "calls_finished": OUTCOMES,
             "errors": CAUSES,
-            "prompt_tokens_by_source": ("local_compute", "local_cache_hit"),
         }
-        for name, value in (*_TOTALS.values(), *_ALSO.values()):
-            if value:
-                known[name] = (*known.get(name, ()), value)
         for name, values in known.items():
             for value in values:
                 self._counters[name].labels(value)
@@ -163,7 +138,7 @@ class Metrics:
     @property
     def totals(self) -> Counters:
         """The engine's, as last reported."""
-        return self._seen
+        return self._totals.seen
 
     def probe(self, name: str, value: Callable[[], float]) -> None:
         """A gauge whose value is asked for at every exposition."""
@@ -172,7 +147,7 @@ class Metrics:
     # ------------------------------------------------------------------ what the engine reports
 
     def fleet(self, report: FleetReport) -> None:
-        self._fleet.report(report)
+        self._fleet.report(report, self._block_size)
 
     def hello(self, hello: Hello, version: str) -> None:
         labels = (version, hello.model_name, hello.fingerprint)
@@ -211,7 +186,7 @@ class Metrics:
 
     def step(self, report: StepReport) -> None:
         self._load(report.load)
-        self._totals(report.counters)
+        self._totals.report(report.counters)
         if report.times is None:
             return
         steps = self._histograms["step_time_seconds"]
@@ -246,27 +221,6 @@ class Metrics:
             return 0.0
         return self._last_load.queue_age_s + self._clock() - self._load_at_s
 
-    def _totals(self, now: Counters) -> None:
-        for field, target in _TOTALS.items():
-            grown = getattr(now, field) - getattr(self._seen, field)
-            if grown > 0:
-                self._inc(target, grown)
-                if field in _ALSO:
-                    self._inc(_ALSO[field], grown)
-            elif grown < 0:  # never an error of the request whose report it came with
-                self._counters["anomalies"].inc()
-        prompts = now.prompt_tokens - self._seen.prompt_tokens
-        hits = min(prompts, now.prefix_hits - self._seen.prefix_hits)  # some of the prompts'
-        if prompts > 0 and hits >= 0:
-            self._inc(("prompt_tokens_by_source", "local_cache_hit"), hits)
-            self._inc(("prompt_tokens_by_source", "local_compute"), prompts - hits)
-        self._seen = now
-
-    def _inc(self, target: tuple[str, str], amount: float) -> None:
-        name, label = target
-        counter = self._counters[name]
-        (counter.labels(label) if label else counter).inc(amount)
-
     # --------------------------------------------------------------------- the life of requests
 
     def open_requests(self, sequences: int) -> None:
@@ -292,6 +246,12 @@ class Metrics:
             self._by_key("key_prompt_tokens", key, event.usage.prompt_tokens)
             self._by_key("key_generation_tokens", key, event.usage.completion_tokens)
         return self._judge(event, pace)
+
+    def tools_read(self, stream: bool, kind: str, called: bool) -> None:
+        """A choice of a call with tools is over. `kind`: the beginning of its id."""
+        labels = ("streaming" if stream else "non_streaming", REQUEST_TYPES.get(kind, "other"))
+        outcome = "tool_call" if called else "no_tool_call"
+        self._counters["tool_call_parser_invocations"].labels(*labels, outcome).inc()
 
     def ended(self, reason: FinishReason, sequences: int = 1) -> None:
         self._counters["request_success"].labels(reason.value).inc(sequences)

@@ -191,7 +191,11 @@ class Planner:
                 continue
             if sequence.status is Status.RUNNING:
                 self._continue(sequence, draft)
-            elif not (blocked or draft.preempted or self._waits_for_page(sequence)):
+            elif self._waits_for_page(sequence):
+                continue
+            elif blocked or draft.preempted:
+                sequence.diary.wait(WaitReason.BEHIND, draft.now_s)
+            else:
                 blocked = not self._start(sequence, draft)
 
     def _start(self, sequence: Sequence, draft: Draft) -> bool:

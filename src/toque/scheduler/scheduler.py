@@ -13,11 +13,12 @@ Does not know: the order (policy.py), how a step is planned (planner.py), kernel
 
 from __future__ import annotations
 
+from toque.errors import NOT_NUMBERS
 from toque.memory.manager import CacheManager
 from toque.scheduler.cost import StepCost
 from toque.scheduler.door import Door
 from toque.scheduler.look import load_of, snapshot
-from toque.scheduler.planner import Planner
+from toque.scheduler.planner import WINDOW, Planner
 from toque.scheduler.policy import Policy
 from toque.scheduler.queue import Queue
 from toque.scheduler.rows import Rows
@@ -40,6 +41,7 @@ from toque.types import (
     StepResult,
     Timeline,
     Tokens,
+    WaitReason,
 )
 
 
@@ -73,6 +75,8 @@ class Scheduler:
         self._totals.downgraded += sequence.downgraded
         self._arrivals += 1
         self._sequences[request.id] = sequence
+        if len(self._queue) >= WINDOW:  # no plan looks that far back
+            sequence.diary.wait(WaitReason.BEHIND, now_s)
         self._queue.push(sequence)
         return None
 
@@ -142,6 +146,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence, outcome = self._rows.running[chunk.row], sampled.get(chunk.row)
             if outcome is not None and outcome.error is not None:
+                self._totals.corrupted += outcome.error == NOT_NUMBERS
                 events.append(
                     self._finish(sequence, FinishReason.ERROR, now_s, error=outcome.error)
                 )

@@ -123,7 +123,8 @@ class Draft:
 
 @dataclass(slots=True)
 class Totals:
-    """Mutable twin of `Counters`; prefix_hits + first computations = prompt_tokens admitted."""
+    """Mutable twin of `Counters`; prefix_hits + moved_tokens + first computations = prompt_tokens
+    admitted."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -131,6 +132,7 @@ class Totals:
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    moved_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
     wasted_aborted_tokens: int = 0
@@ -143,6 +145,7 @@ class Totals:
     refused_queue_timeout: int = 0
     refused_slo: int = 0
     downgraded: int = 0
+    corrupted: int = 0
 
     def admitted(
         self, sequence: Sequence, hit_tokens: int, evicted_tokens: int, now_s: float
@@ -158,7 +161,9 @@ class Totals:
         sequence.cached_tokens = hit_tokens
         self.prompt_tokens += sequence.num_prompt
         self.prefix_queries += sequence.num_prompt
-        self.prefix_hits += hit_tokens
+        moved_tokens = min(hit_tokens, sequence.request.moved_tokens)
+        self.moved_tokens += moved_tokens
+        self.prefix_hits += hit_tokens - moved_tokens
         self.wasted_evicted_tokens += evicted_tokens
 
     def ended(self, sequence: Sequence, reason: FinishReason, kept_tokens: int | None) -> None:

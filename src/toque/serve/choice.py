@@ -170,6 +170,11 @@ class Choice:
         self._told = self.num_tokens
 
     @property
+    def called(self) -> bool:
+        """It made calls, all of them complete."""
+        return self._parser.called
+
+    @property
     def can_open(self) -> bool:
         """Whether a stream may begin: there is a token, or an end, and the prompt's scores."""
         missing = 0 if self._hides_end else len(self.prompt.tokens) - 1 - len(self.scores)

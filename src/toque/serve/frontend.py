@@ -122,7 +122,7 @@ class EngineClient:
         self.hello: Hello | None = None
         self.failure: EngineError | None = None
         self.load = Load()
-        self.snapshot: Snapshot | None = None  # the last answer to `look`
+        self.snapshots: dict[int, Snapshot] = {}  # the last answers to `look`, by engine
         self.timelines = Timelines()
         self.recent = Recent(clock)
         self.fleet: FleetReport | None = None  # where there are several engines
@@ -137,6 +137,7 @@ class EngineClient:
         self._quiet_since_s = clock()
         self._answers: dict[str, asyncio.Future[None]] = {}  # to `explain`, by request id
         self._looking: asyncio.Future[None] | None = None
+        self._asked: set[int] = set()  # engines that have not answered `look` yet
         metrics.probe("engine_silence_seconds", self.silence_s)
 
     # --------------------------------------------------------------------------------- requests
@@ -278,11 +279,14 @@ class EngineClient:
                 self.timelines.explained(message.id, message.notes)
                 _settle(self._answers.pop(message.id, None))
             case Snapshot():
-                self.snapshot = message
-                _settle(self._looking)
+                self.snapshots[message.engine] = message
+                self._saw(message.engine)
             case FleetReport():
                 self.fleet = message
                 self._metrics.fleet(message)
+                for index in (self.snapshots.keys() | self._asked) - self._alive():
+                    self.snapshots.pop(index, None)  # nothing of it is true any more
+                    self._saw(index)
             case EngineFailed():
                 raise EngineError(message.message)
 
@@ -335,11 +339,25 @@ class EngineClient:
     # -------------------------------------------------------------------------------- questions
 
     async def look(self, patience_s: float) -> None:
-        """Have `snapshot` brought up to date; gives up while a step takes longer than this."""
+        """Have `snapshots` brought up to date; gives up while a step takes longer than this. An
+        engine that has not answered yet is not asked again: the others are."""
+        for index in self._alive() - self._asked:
+            self._asked.add(index)
+            self._port.send(Look(engine=index))
         if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_future()
-            self._port.send(Look())
         await asyncio.wait((self._looking,), timeout=patience_s)
+
+    def _alive(self) -> set[int]:
+        if self.fleet is None:
+            return {0}
+        return {engine.index for engine in self.fleet.engines if engine.alive}
+
+    def _saw(self, engine: int) -> None:
+        """An engine has answered `look`, or never will."""
+        self._asked.discard(engine)
+        if not self._asked:
+            _settle(self._looking)
 
     async def explain(self, request_ids: Sequence[str], patience_s: float) -> None:
         """Have `timelines` brought up to date for open requests; gives up as `look` does."""

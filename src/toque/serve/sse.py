@@ -132,11 +132,14 @@ class GenerationResponse(Response):
         touched: dict[str, Choice] = {}
         for event in await call.take():
             choice = self._by_id[event.id]
-            if choice.finish_reason is None:
+            was_open = choice.finish_reason is None
+            if was_open:
                 touched[event.id] = choice
             if choice.feed(event):
                 kept_tokens = choice.completion_tokens
                 self._service.client.abort(event.id, FinishReason.STOP, kept_tokens)
+            if was_open and choice.finish_reason is not None and self._job.form.tools is not None:
+                self._service.metrics.tools_read(self._job.stream, self._job.kind, choice.called)
         return touched
 
     def _chunks(self, choices: dict[str, Choice]) -> bytes:

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from msgspec import structs
 
-from toque.errors import EngineError, ToqueError
-from toque.kernels.api import NOT_NUMBERS, Floats, ForwardBatch, LayerKV, Mask
+from toque.errors import NOT_NUMBERS, EngineError, ToqueError
+from toque.kernels.api import Floats, ForwardBatch, LayerKV, Mask
 from toque.types import (
     Chunk,
     Logprob,

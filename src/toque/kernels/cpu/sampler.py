@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toque.kernels.api import NOT_NUMBERS, NOTHING_LEFT, Floats, Mask
+from toque.errors import NOT_NUMBERS
+from toque.kernels.api import NOTHING_LEFT, Floats, Mask
 from toque.kernels.cpu import _native
 from toque.types import Logprob, RowSetup, Sampled, TokenId
 

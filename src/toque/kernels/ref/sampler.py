@@ -16,7 +16,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from toque.kernels.api import NOT_NUMBERS, NOTHING_LEFT, Floats, Mask
+from toque.errors import NOT_NUMBERS
+from toque.kernels.api import NOTHING_LEFT, Floats, Mask
 from toque.kernels.ref.rng import uniform
 from toque.types import Logprob, RowSetup, Sampled, SamplingParams, TokenId
 

@@ -21,7 +21,7 @@ from toque.serve.failures import Failure
 from toque.serve.health import unhealthy
 from toque.serve.service import Service
 from toque.serve.timelines import CallStory
-from toque.types import Lane, Refused, Snapshot
+from toque.types import FleetReport, Lane, Refused, Snapshot
 
 BEAT_S = 0.35
 MOST_WATCHERS = 32
@@ -85,7 +85,8 @@ class Feed:
             "predicted_ms": client.predicted_ms,
             "steps": list(client.recent.steps)[-steps:],
             "seconds": client.recent.since(since_unix_s),
-            "board": None if client.snapshot is None else board(client.snapshot),
+            "boards": {index: board(seen) for index, seen in client.snapshots.items()},
+            "fleet": None if client.fleet is None else fleet(client.fleet),
             "slo": self._promises(),
             "errors": {cause: n for (cause,), n in service.metrics.counts("errors").items() if n},
             "ended": {why: n for (why,), n in service.metrics.counts("request_success").items()},
@@ -130,6 +131,15 @@ class Feed:
         ]
 
 
+def fleet(report: FleetReport) -> dict[str, Any]:
+    """Several engines: each with what it holds, and what travelled between them."""
+    engines = [
+        {**fields(engine), "load": fields(engine.load), "kept": fields(engine.kept)}
+        for engine in report.engines
+    ]
+    return {"engines": engines, "transfers": fields(report.transfers)}
+
+
 def board(snapshot: Snapshot) -> dict[str, Any]:
     """The engine's picture in short: pages as runs of letters, "12h3f"; branches as lists."""
     pages_per_cell = max(1, -(-len(snapshot.pages) // MOST_CELLS))
@@ -139,6 +149,7 @@ def board(snapshot: Snapshot) -> dict[str, Any]:
         "waiting": snapshot.waiting,
         "pages_per_cell": pages_per_cell,
         "pages": runs(snapshot.pages, pages_per_cell),
+        "shared": snapshot.pages.count(_LETTERS.index("s")),
         "tree": [[b.parent, b.pages, b.holders, int(b.pending)] for b in snapshot.tree],
         "branches": snapshot.branches,
     }

@@ -29,6 +29,12 @@ export function count(value) {
   return Math.round(value).toString().replace(/\B(?=(\d{3})+$)/g, SPACE);
 }
 
+/** Bytes, in the unit that reads best. */
+export function amount(bytes) {
+  const power = bytes < 1000 ? 0 : Math.min(4, Math.floor(Math.log10(bytes) / 3));
+  return (power ? (bytes / 1000 ** power).toPrecision(3) : count(bytes)) + SPACE + ["B", "kB", "MB", "GB", "TB"][power];
+}
+
 export function rate(value) {
   return value < 10 ? value.toFixed(1) : count(value);
 }

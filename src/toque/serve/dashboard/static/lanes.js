@@ -20,6 +20,11 @@ function split(lane) {
   };
 }
 
+/** A prompt may be computed by one engine for another: then both have a lane for it. */
+function key(lane) {
+  return lane.engine === undefined ? lane.id : lane.engine + " " + lane.id;
+}
+
 export class Lanes {
   constructor(list, open) {
     this.list = list;
@@ -29,14 +34,14 @@ export class Lanes {
 
   show(lanes) {
     const longest = Math.max(1, ...lanes.map((lane) => lane.prompt_tokens + lane.output_tokens));
-    const seen = new Set(lanes.map((lane) => lane.id));
+    const seen = new Set(lanes.map(key));
     for (const [id, row] of this.rows)
       if (!seen.has(id)) {
         row.item.remove();
         this.rows.delete(id);
       }
     lanes.forEach((lane, place) => {
-      const row = this.rows.get(lane.id) || this.make(lane);
+      const row = this.rows.get(key(lane)) || this.make(lane);
       if (this.list.children[place] !== row.item) this.list.insertBefore(row.item, this.list.children[place] || null);
       this.fill(row, lane, longest);
     });
@@ -44,12 +49,12 @@ export class Lanes {
 
   make(lane) {
     const parts = Object.fromEntries(PARTS.map((name) => [name, el("i", { class: name })]));
-    const id = el("span", { class: "id" }, shortId(lane.id));
+    const id = el("span", { class: "id" }, lane.engine === undefined ? null : el("b", {}, lane.engine + "·"), shortId(lane.id));
     const bar = el("span", { class: "bar", "aria-hidden": "true" }, ...Object.values(parts));
     const end = el("span", { class: "count" });
     const button = el("button", { type: "button", class: "lane", onclick: () => this.open(lane.id) }, id, bar, end);
     const row = { item: el("li", {}, button), parts, end, button };
-    this.rows.set(lane.id, row);
+    this.rows.set(key(lane), row);
     return row;
   }
 
@@ -68,6 +73,7 @@ export class Lanes {
       "request " + lane.id, lane.prompt_tokens + " prompt tokens", lane.cached_tokens + " of them cached",
       lane.output_tokens + " output tokens", lane.pages + " pages",
     ];
+    if (lane.engine !== undefined) facts.splice(1, 0, "on engine " + lane.engine);
     if (lane.slo) facts.push("class " + lane.slo + (lane.slack_ms === null || lane.slack_ms === undefined ? "" : ", slack " + duration(lane.slack_ms)));
     row.button.title = facts.join("\n");
     row.button.setAttribute("aria-label", facts.join(", ") + ". Open its timeline");
@@ -102,7 +108,7 @@ export class Scheduler {
 
   show(document_) {
     const board = document_.board, load = document_.load, model = document_.model;
-    const lanes = board ? board.lanes : [];
+    const lanes = document_.lanes || (board ? board.lanes : []);
     const running = lanes.filter((lane) => lane.row >= 0);
     const waiting = lanes.filter((lane) => lane.row < 0);
     this.lanes.show(running);

@@ -3,6 +3,7 @@
 import { $, setText } from "./format.js";
 import { Feed, storeKey } from "./feed.js";
 import { drawSteps } from "./charts.js";
+import { Engines } from "./engines.js";
 import { Scheduler } from "./lanes.js";
 import { Memory } from "./memory.js";
 import { Metrics } from "./metrics.js";
@@ -29,6 +30,7 @@ function applyTheme() {
 let latest = null;
 const timeline = new Timeline();
 const openTimeline = (id) => timeline.open(id);
+const engines = new Engines(() => show(latest));
 const scheduler = new Scheduler(openTimeline);
 const memory = new Memory();
 const metrics = new Metrics();
@@ -48,9 +50,11 @@ function show(document_) {
   const model = document_.model;
   setText($("model"), model ? model.name + " · " + model.fingerprint : "no model yet");
   document.title = (model ? model.name + " · " : "") + "toque";
-  scheduler.show(document_);
+  engines.show(document_);
+  const view = engines.view(document_);
+  scheduler.show(view);
   showSteps(document_.steps);
-  memory.show(document_);
+  memory.show(view);
   metrics.show(document_);
   requests.show(document_.calls);
   playground.classes(document_.slo);

@@ -21,37 +21,42 @@ export class Memory {
   }
 
   show(document_) {
-    const { board, load, model, totals } = document_;
+    const { board, model, totals, engine } = document_;
+    const load = engine ? engine.load : document_.load;
+    $("whose").hidden = !engine;
+    if (engine) setText($("whose"), "of engine " + engine.index + ", " + engine.role);
     if (model) {
       const used = load.total_pages ? load.held_pages / load.total_pages : 0;
       setText($("pool"), count(load.total_pages) + " pages of " + model.block_size + " tokens, " + model.kv_cache_dtype + " · " + share(used) + " held");
     }
     this.cells = board ? cells(board.pages) : [];
+    $("pages").hidden = engine !== undefined && !board;
+    $("pages-empty").hidden = !$("pages").hidden;
+    if (engine) setText($("pages-empty"), engine.life === "alive" ? "This engine has not shown its pages yet." : "This engine is " + engine.life + ": it has no pages.");
     this.counts(load, board);
     this.draw();
-    this.note(load, model, totals, board);
+    this.note(load, model, totals, board, engine ? " (all engines)" : "");
     drawTree($("tree"), board ? board.tree : []);
-    $("tree").hidden = !board || !board.tree.length;
-    $("tree-empty").hidden = !$("tree").hidden;
-    if (board) setText($("tree-note"), board.tree.length < board.branches ? "the largest " + board.tree.length + " of " + count(board.branches) + " branches" : board.branches ? count(board.branches) + (board.branches === 1 ? " branch" : " branches") : "");
+    const grown = board !== null && board.tree.length > 0;
+    $("tree").toggleAttribute("hidden", !grown); // an SVG element has no property for it
+    $("tree-empty").hidden = grown || !$("pages-empty").hidden;
+    setText($("tree-note"), !board ? "" : board.tree.length < board.branches ? "the largest " + board.tree.length + " of " + count(board.branches) + " branches" : board.branches ? count(board.branches) + (board.branches === 1 ? " branch" : " branches") : "");
   }
 
   counts(load, board) {
-    let shared = 0;
-    if (board && board.pages_per_cell === 1) shared = this.cells.filter((cell) => cell === "s").length;
-    const known = board && board.pages_per_cell === 1;
-    setText($("n-held"), count(load.held_pages - shared));
-    setText($("n-shared"), known ? count(shared) : "(in held)");
+    const shared = board ? board.shared : 0; // of a moment beside that of the load
+    setText($("n-held"), count(Math.max(0, load.held_pages - shared)));
+    setText($("n-shared"), board ? count(shared) : "–");
     setText($("n-cached"), count(load.cached_pages));
     setText($("n-free"), count(load.free_pages));
     $("pages").setAttribute("aria-label", `Map of the KV pages: ${load.held_pages} held, ${load.cached_pages} cached, ${load.free_pages} free`);
   }
 
-  note(load, model, totals, board) {
+  note(load, model, totals, board, where) {
     const parts = [];
-    if (totals.prefix_queries) parts.push(share(totals.prefix_hits / totals.prefix_queries) + " of prompt tokens were found in the cache");
+    if (totals.prefix_queries) parts.push(share(totals.prefix_hits / totals.prefix_queries) + " of prompt tokens were found in the cache" + where);
     if (load.held_pages && model) parts.push(share(load.empty_places / (load.held_pages * model.block_size)) + " of held places are empty");
-    if (totals.preemptions) parts.push(count(totals.preemptions) + " preemptions");
+    if (totals.preemptions) parts.push(count(totals.preemptions) + " preemptions" + where);
     if (board && board.pages_per_cell > 1) parts.push("a cell is " + board.pages_per_cell + " pages");
     setText($("pages-note"), parts.join(" · "));
   }
