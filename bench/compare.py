@@ -99,12 +99,21 @@ def the_engines(options: argparse.Namespace) -> list[Engine]:
     model = locate(options.model).path
     peer_model = locate(options.peer_model).path if options.peer_model else model
     engines = [Engine(TOQUE, model, threads, extra=tuple(shlex.split(options.toque_args)))]
-    for number, binary in enumerate(options.peer):
+    for binary, name in zip(options.peer, peer_names(options.peer), strict=True):
         if not binary.is_file():
             raise FileNotFoundError(f"there is no llama-server at {binary}")
-        name = "llama-server" if len(options.peer) == 1 else f"llama-server {number + 1}"
         engines.append(Engine(name, peer_model, threads, binary))
     return engines
+
+
+def peer_names(binaries: Sequence[Path]) -> list[str]:
+    """Several builds are told apart by their folders, or by number where those are alike."""
+    if len(binaries) == 1:
+        return ["llama-server"]
+    folders = [next(p.name for p in binary.parents if p.name != "bin") for binary in binaries]
+    if len(set(folders)) < len(folders):
+        folders = [str(number + 1) for number in range(len(binaries))]
+    return [f"llama-server {folder}" for folder in folders]
 
 
 def vocabulary(model: Path) -> int:
@@ -146,7 +155,7 @@ def first_token(server: Server, model: str, vocab_size: int, timeout_s: float) -
 def progress(round_number: int, workload: Workload, measured: Measurement) -> None:
     rate = measured.result[workload.headline]
     print(
-        f"round {round_number + 1}: {workload.name:8} {measured.engine:14} {rate:8.1f} tok/s",
+        f"round {round_number + 1}: {workload.name:8} {measured.engine:24} {rate:8.1f} tok/s",
         file=sys.stderr,
     )
 

@@ -57,21 +57,26 @@ class Comparison:
             return None
         return max(self.engines[1:], key=lambda e: statistics.median(self.rates(workload, e)))
 
-    def ratio(self, workload: Workload) -> float | None:
-        """Median over the rounds of our rate over the best peer's in the same round."""
+    def ratios(self, workload: Workload) -> list[float]:
+        """Our rate over the best peer's, round by round."""
         peer = self.best_peer(workload)
         if peer is None:
-            return None
+            return []
         pairs = zip(self.rates(workload, self.engines[0]), self.rates(workload, peer), strict=True)
-        ratios = [ours / theirs for ours, theirs in pairs if theirs]
+        return [ours / theirs for ours, theirs in pairs if theirs]
+
+    def ratio(self, workload: Workload) -> float | None:
+        """Their median."""
+        ratios = self.ratios(workload)
         return statistics.median(ratios) if ratios else None
 
     def medians(self) -> dict[str, Any]:
-        """By workload: the ratio, the peer that counts, and each engine's medians."""
+        """By workload: the ratio, each round's, the peer that counts, each engine's medians."""
         return {
             workload.name: {
                 "rate": workload.headline,
                 "ratio": self.ratio(workload),
+                "ratios": self.ratios(workload),
                 "best_peer": self.best_peer(workload),
                 "engines": {name: self._medians(workload, name) for name in self.engines},
             }

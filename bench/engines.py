@@ -44,6 +44,7 @@ CHATS, TURNS, CLIENTS = 24, 5, 8
 OPENING, SAID, ANSWER_TOKENS = 256, 96, 16  # tokens: of the first prompt, more per turn, answered
 VOCAB = range(1000, 30_000)
 
+ENGINE_WORK = "toque_engine_computed_tokens_total"
 Row = dict[str, Any]  # figures by name
 
 
@@ -152,11 +153,13 @@ def routing(servers: int, flags: Sequence[str]) -> Callable[[Path, int], Row]:
             wall_s = time.perf_counter() - began_s
             counted = [scraped(address) for address in addresses]
         first_s = [reply.first_s - reply.sent_s for reply in replies if reply.first_s is not None]
-        asked = sum(page["toque_prefix_cache_queries_total"] for page in counted)
-        found = sum(page["toque_prefix_cache_hits_total"] for page in counted)
+        asked = summed(counted, "toque_prefix_cache_queries_total")
+        found = summed(counted, "toque_prefix_cache_hits_total")
+        work = [value for page in counted for value in work_of(page)]
         return {
             "hit_rate": found / asked,
             "of_optimum": found / optimum_tokens(),
+            "most_of_work": max(work) / sum(work),
             "wall_s": wall_s,
             "ttft_p50_ms": percentile_ms(first_s, 50),
             "ttft_p99_ms": percentile_ms(first_s, 99),
@@ -196,18 +199,23 @@ async def chats(addresses: Sequence[Address], rng: random.Random) -> list[Reply]
 
 
 def scraped(address: Address) -> dict[str, float]:
-    """Sums of /metrics by name."""
+    """/metrics, by name with labels."""
     url = f"http://{address.host}:{address.port}/metrics"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    sums: dict[str, float] = {}
-    for line in lines:
-        if not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            name = name.split("{")[0]
-            sums[name] = sums.get(name, 0.0) + float(value)
-    return sums
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
+
+
+def summed(pages: Sequence[dict[str, float]], name: str) -> float:
+    return sum(value for page in pages for key, value in page.items() if key.split("{")[0] == name)
+
+
+def work_of(page: dict[str, float]) -> list[float]:
+    """Tokens computed by each engine of a server."""
+    several = [value for key, value in page.items() if key.startswith(ENGINE_WORK)]
+    return several or [summed([page], "toque_computed_tokens_total")]
 
 
 ROUTING = {

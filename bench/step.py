@@ -83,7 +83,7 @@ class Bench:
     def __init__(self, model: str, options: EngineOptions, folder: Path) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._to_engine, self._from_engine = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        self._to_engine.bind(f"ipc://{folder}/to-engine")
+        self._to_engine.connect(f"ipc://{folder}/to-engine")
         self._from_engine.bind(f"ipc://{folder}/from-engine")
         self._times = Times()
         loaded = load(locate(model).path, options)

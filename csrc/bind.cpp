@@ -15,6 +15,7 @@
 #include "bind_sample.h"
 #include "check.h"
 #include "checksum.h"
+#include "decode.h"
 #include "isa.h"
 #include "matrix.h"
 #include "pool.h"
@@ -216,7 +217,7 @@ class Backend {
     require(size_of(result, 0) == size_of(q, 0) && size_of(result, 1) == heads * dim,
             "result is not [tokens, heads * head_dim]");
     const std::vector<TokenBlock> blocks = token_blocks(
-        {positions, chunk_starts, context_lens, page_table}, size_of(q, 0),
+        batch_of(positions, chunk_starts, context_lens, page_table), size_of(q, 0),
         {block_size, size_of(bytes, 0)}, tokens_per_block(heads / kv_heads));
     const RotatedBias bias = checked_bias(key_bias, cos, sin, pages);
     if (bias.bias) require_indices(context_lens, bias.positions + 1, "context of");
@@ -231,17 +232,43 @@ class Backend {
   // A recorded program for one batch; `result` is [tokens or outputs, width of its result].
   void run(Recording& recording, Ints ids, Ints positions, Ints chunk_starts, Ints context_lens,
            IntTable page_table, Longs write_at, Ints output_rows, OutRows result) const {
-    const Batch batch{positions, chunk_starts, context_lens, page_table};
-    const Step step = recording.checked(batch, ids, write_at, output_rows, result);
+    const Batch batch = batch_of(positions, chunk_starts, context_lens, page_table);
+    const Step step = recording.checked(batch, indices(ids), {write_at.data(), write_at.size()},
+                                        indices(output_rows), result);
     without_gil([&](Pool& pool) { recording.run(kernels_, pool, step, result.data()); });
   }
 
-  nb::list sample(Rows logits, nb::list samplers, nb::list positions, nb::list masks) const {
-    const std::vector<Wanted> rows = checked_rows(logits, samplers, positions, masks);
+  // run() for one more token of each of `rows`, and sample() of all that it returns. Logits from
+  // `known` on are padding.
+  nb::list decode(Recording& recording, std::vector<int32_t> ids, std::vector<int32_t> rows,
+                  std::vector<int32_t> positions, IntTable page_table, OutRows result,
+                  nb::list samplers, long known) const {
+    const Decode decode(std::move(ids), std::move(rows), std::move(positions), page_table,
+                        recording.block_size());
+    const Step step = decode.checked(recording, result);
+    const Logits logits{result.data(), size_of(result, 0), size_of(result, 1)};
+    const std::vector<Wanted> wanted =
+        checked_rows(logits, samplers, decode.next(), std::nullopt);
+    require(known > 0, "no token is known");
     std::vector<Chosen> chosen;
     without_gil([&](Pool& pool) {
-      toque::sample(kernels_, pool, rows, size_of(logits, 1), chosen);
+      recording.run(kernels_, pool, step, result.data());
+      for (long row = 0; row < logits.rows && known < logits.vocab; ++row) {
+        float* begin = result.data() + row * logits.vocab;
+        std::fill(begin + known, begin + logits.vocab, -std::numeric_limits<float>::infinity());
+      }
+      toque::sample(kernels_, pool, wanted, logits.vocab, chosen);
     });
+    return to_python(chosen);
+  }
+
+  nb::list sample(Rows logits, nb::list samplers, std::vector<int64_t> positions,
+                  nb::list masks) const {
+    const long vocab = size_of(logits, 1);
+    const std::vector<Wanted> rows =
+        checked_rows({logits.data(), size_of(logits, 0), vocab}, samplers, positions, masks);
+    std::vector<Chosen> chosen;
+    without_gil([&](Pool& pool) { toque::sample(kernels_, pool, rows, vocab, chosen); });
     return to_python(chosen);
   }
 
@@ -339,6 +366,8 @@ static void bind_backend(nb::module_& module) {
       .def("run", &Backend::run, "recording"_a, array("ids"), array("positions"),
            array("chunk_starts"), array("context_lens"), array("page_table"), array("write_at"),
            array("output_rows"), array("result"))
+      .def("decode", &Backend::decode, "recording"_a, "ids"_a, "rows"_a, "positions"_a,
+           array("page_table"), array("result"), "samplers"_a, "known"_a)
       .def("sample", &Backend::sample, array("logits"), "samplers"_a, "positions"_a, "masks"_a)
       .def("score", &Backend::score, array("logits"), "targets"_a, "num_top"_a);
 }

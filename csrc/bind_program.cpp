@@ -122,11 +122,11 @@ void Recording::finish(Value result) {
   program_.finish(result);
 }
 
-Step Recording::checked(const Batch& batch, const Ints& ids, const Longs& write_at,
-                        const Ints& output_rows, const OutRows& result) const {
+Step Recording::checked(const Batch& batch, Indices ids, std::span<const int64_t> write_at,
+                        Indices output_rows, const OutRows& result) const {
   require(program_.finished(), "the recording is not finished");
-  const long tokens = size_of(ids, 0), outputs = size_of(output_rows, 0);
-  require(size_of(batch.positions, 0) == tokens && size_of(write_at, 0) == tokens,
+  const long tokens = ids.size(), outputs = output_rows.size();
+  require(batch.positions.size() == ids.size() && write_at.size() == ids.size(),
           "ids, positions and write_at differ in tokens");
   require_indices(ids, program_.bounds().ids, "token id");
   require_indices(batch.positions, program_.bounds().positions, "position");
@@ -144,6 +144,14 @@ Step Recording::checked(const Batch& batch, const Ints& ids, const Longs& write_
     if (paging.positions) require_indices(batch.context_lens, paging.positions + 1, "context of");
   }
   return step;
+}
+
+long Recording::block_size() const {
+  const std::vector<Paging>& pagings = program_.pagings();
+  require(!pagings.empty(), "the recording has no pages");
+  const long size = pagings.front().block_size;
+  for (const Paging& paging : pagings) require(paging.block_size == size, "pages differ in tokens");
+  return size;
 }
 
 // The object given as argument I (1 is the recording itself) lives as long as the recording.

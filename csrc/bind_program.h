@@ -31,8 +31,10 @@ class Recording {
   bool is_per_output(Value value) const;
 
   // Throws what the ops themselves throw for such a batch.
-  Step checked(const Batch& batch, const Ints& ids, const Longs& write_at, const Ints& output_rows,
-               const OutRows& result) const;
+  Step checked(const Batch& batch, Indices ids, std::span<const int64_t> write_at,
+               Indices output_rows, const OutRows& result) const;
+  // Tokens per page, the same in all layers.
+  long block_size() const;
   void run(const Kernels& kernels, Pool& pool, const Step& step, float* result) {
     program_.run(kernels, pool, step, result);
   }

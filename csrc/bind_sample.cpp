@@ -36,18 +36,20 @@ static Mask checked_mask(nb::handle mask) {
   return {words.data(), size_of(words, 0)};
 }
 
-std::vector<Wanted> checked_rows(const Rows& logits, const nb::list& samplers,
-                                 const nb::list& positions, const nb::list& masks) {
-  const size_t count = logits.shape(0);
-  require(samplers.size() == count && positions.size() == count && masks.size() == count,
+std::vector<Wanted> checked_rows(const Logits& logits, const nb::list& samplers,
+                                 const std::vector<int64_t>& positions,
+                                 const std::optional<nb::list>& masks) {
+  const size_t count = logits.rows;
+  require(samplers.size() == count && positions.size() == count &&
+              (!masks || masks->size() == count),
           "one sampler, position and mask for each row of logits");
-  require(count == 0 || size_of(logits, 1) > 0, "a row of logits must not be empty");
+  require(count == 0 || logits.vocab > 0, "a row of logits must not be empty");
   std::vector<Wanted> rows;
   std::vector<RowSampler*> distinct;
   for (size_t i = 0; i < count; ++i) {
     RowSampler& sampler = nb::cast<RowSampler&>(samplers[i]);
-    rows.push_back({&sampler, logits.data() + i * logits.shape(1),
-                    nb::cast<int64_t>(positions[i]), checked_mask(masks[i])});
+    rows.push_back({&sampler, logits.data + i * logits.vocab, positions[i],
+                    masks ? checked_mask((*masks)[i]) : Mask{}});
     distinct.push_back(&sampler);
   }
   std::sort(distinct.begin(), distinct.end());

@@ -15,9 +15,16 @@ nb::list to_python(const std::vector<Chosen>& chosen);
 // Logprobs or None for each row.
 nb::list to_python(const std::vector<std::optional<Logprobs>>& scores);
 
-// What sample() reads, checked: one sampler, position and mask (or None) for each row of logits.
-std::vector<Wanted> checked_rows(const Rows& logits, const nb::list& samplers,
-                                 const nb::list& positions, const nb::list& masks);
+// What sample() reads, checked: one sampler and position for each row of logits [rows, vocab], and
+// one mask (or None), or no list of masks.
+struct Logits {
+  const float* data;
+  long rows;
+  long vocab;
+};
+std::vector<Wanted> checked_rows(const Logits& logits, const nb::list& samplers,
+                                 const std::vector<int64_t>& positions,
+                                 const std::optional<nb::list>& masks);
 std::vector<Token> checked_targets(const Rows& logits, const nb::list& targets);
 
 void bind_sample(nb::module_& module);

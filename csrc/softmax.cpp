@@ -42,13 +42,13 @@ bool block_maxima(const float* x, long count, float* maxima) {
   return !(wrong[0] | wrong[1] | wrong[2] | wrong[3]);
 }
 
-static f64x8 splat(double x) { return f64x8{x, x, x, x, x, x, x, x}; }
+static f64x8 eight(double x) { return f64x8{x, x, x, x, x, x, x, x}; }
 
 // e^x for x <= 0, to about one unit in the last place; exactly 1 for 0, and 0 below -708, where
 // doubles run out of normal numbers. x = n ln 2 + r, with ln 2 in two parts as in fdlibm
 // (https://www.netlib.org/fdlibm/e_exp.c), and the Taylor series of e^r on |r| <= ln 2 / 2.
 static f64x8 exp(f64x8 x) {
-  const f64x8 low = splat(-708), magic = splat(6755399441055744.0);  // 1.5 * 2^52: rounds
+  const f64x8 low = eight(-708), magic = eight(6755399441055744.0);  // 1.5 * 2^52: rounds
   const f64x8 y = x < low ? low : x;
   const f64x8 shifted = y * 1.44269504088896338700 + magic;
   const f64x8 n = shifted - magic;
@@ -58,15 +58,15 @@ static f64x8 exp(f64x8 x) {
                                        1.0 / 720.0,       1.0 / 120.0,      1.0 / 24.0,
                                        1.0 / 6.0,         0.5,              1.0,
                                        1.0};
-  f64x8 p = splat(1.0 / 6227020800.0);
+  f64x8 p = eight(1.0 / 6227020800.0);
 #pragma GCC unroll 16
   for (double term : OVER_FACTORIAL) p = p * r + term;
   const i64x8 exponent = ((i64x8)shifted - (i64x8)magic + 1023) << 52;  // the bits of 2^n
-  return x < low ? splat(0) : p * (f64x8)exponent;
+  return x < low ? eight(0) : p * (f64x8)exponent;
 }
 
 double weigh(const float* x, long count, float top, double inverse_temperature, double* weights) {
-  f64x8 total = splat(0);
+  f64x8 total = eight(0);
   for (long i = 0; i < count; i += 8) {
     const long size = count - i < 8 ? count - i : 8;
     f32x8 logits = {-INFINITY, -INFINITY, -INFINITY, -INFINITY,

@@ -87,6 +87,7 @@ class Loaded:
     ops: Ops
     quantization: str = ""  # what --quantization did; "" = nothing
     cached: CachedWeights | None = None  # where the weights came from, if there is a cache
+    rate: RememberedRate | None = None  # its prefill's on this machine, if anything is kept
 
 
 def load(path: Path, options: EngineOptions) -> Loaded:
@@ -115,7 +116,8 @@ def load(path: Path, options: EngineOptions) -> Loaded:
         ops.name,
         time.monotonic() - began_s,
     )
-    return Loaded(checkpoint, model, ops, quantization, cached)
+    loaded = Loaded(checkpoint, model, ops, quantization, cached)
+    return replace(loaded, rate=_remembered_rate(loaded, options))
 
 
 def _source_hash(path: Path, options: EngineOptions) -> SourceHash | None:
@@ -171,15 +173,28 @@ def _free_bytes(loaded: Loaded) -> int:
     return max(0, free_memory_bytes() - mapped_bytes)
 
 
-def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
-    """Tokens per second: as measured at an earlier start of the same model on this machine, or
-    measured now."""
+def _remembered_rate(loaded: Loaded, options: EngineOptions) -> RememberedRate | None:
     if not options.weight_cache or options.load_format == "dummy":
-        return _measured_rate(loaded, options)
+        return None
     threads = options.threads or physical_cores()
     what = (loaded.checkpoint.identity, loaded.quantization, loaded.ops.name, kv_dtype(options))
-    rate = RememberedRate(WeightCache().rates, (machine(), str(threads), *what))
+    return RememberedRate(WeightCache().rates, (machine(), str(threads), *what))
+
+
+def _prefill_rate(loaded: Loaded, options: EngineOptions) -> float:
+    """Tokens per second: as known from an earlier start of the same model on this machine, or
+    measured now."""
+    rate = loaded.rate
+    if rate is None:
+        return _measured_rate(loaded, options)
     return rate.known() or rate.remember(_measured_rate(loaded, options))
+
+
+def correct_rate(rate: RememberedRate | None, cost: StepCost) -> None:
+    """A first start beside other work measures too little; real prompts tell the next one."""
+    seen = cost.prefill_tokens_per_s
+    if rate is not None and seen is not None and rate.raise_to(seen):
+        log.info("prefill was %.0f tokens/s of late: remembered for the next start", seen)
 
 
 def _measured_rate(loaded: Loaded, options: EngineOptions) -> float:
@@ -215,7 +230,8 @@ def assemble(
     openings = Openings(Gate(port, grammars), worker, time.monotonic)
     if config.record is not None:
         openings = recorded(openings, config, hello)
-    core = EngineCore(scheduler, openings.executor, openings.port, cost, openings.clock)
+    at_rest = partial(correct_rate, loaded.rate, cost)
+    core = EngineCore(scheduler, openings.executor, openings.port, cost, openings.clock, at_rest)
     if loaded.cached is not None:
         loaded.cached.keep()
     log.info("end of generation: token ids %s", ", ".join(map(str, end_ids)) or "none")

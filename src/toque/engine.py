@@ -48,12 +48,15 @@ class EngineCore:
         port: EnginePort,
         cost: StepCost,
         clock: Callable[[], float] = time.monotonic,
+        at_rest: Callable[[], None] = lambda: None,
     ) -> None:
+        """`at_rest` is called when there is nothing left to do, and at the end."""
         self.scheduler = scheduler
         self._executor = executor
         self._port = port
         self._cost = cost
         self._clock = clock
+        self._at_rest = at_rest
         self._stopping = False
         self._told_pages = 0
 
@@ -69,6 +72,8 @@ class EngineCore:
                 # answer, and an engine that is known to be wrong must not go on.
                 self.scheduler.check()
                 checked = True
+                self._at_rest()
+        self._at_rest()
         events = self.scheduler.abort_all(FinishReason.ABORT, self._clock())
         self._emit(events)
 

@@ -102,6 +102,7 @@ class EngineState(Wire, frozen=True, kw_only=True):
     starting: bool = False  # its process is there and has not said hello
     restarts: int = 0
     open_requests: int = 0  # it answers, or computes the prompt of
+    computed_tokens: int = 0  # over all its starts
     load: Load = Load()
     kept: Kept = Kept()  # its totals are of all starts
 

@@ -65,11 +65,17 @@ class Grammar(Wire, frozen=True, kw_only=True):
 
     With `after`, it begins once that text has appeared in the output (reasoning: `</think>`, as
     its own token or spelled in letters); until then the text is free and may not end.
+    With `calls`, a Lark grammar, the output may match that instead: it is calls of tools.
     """
 
     kind: GrammarKind
     text: str
     after: str = ""
+    calls: str = ""
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.text) + len(self.calls)
 
 
 class ThinkingBudget(Wire, frozen=True, kw_only=True):

@@ -23,9 +23,9 @@ from tests.engine.quantized_model import quantized_model
 from toque.build import Loaded, assemble, load
 from toque.config import EngineConfig
 from toque.ipc import InProcess
-from toque.kernels.api import KV_NUMBER_BYTES, Floats, ForwardBatch, LayerKV
+from toque.kernels.api import KV_NUMBER_BYTES, Decode, Floats, ForwardBatch, LayerKV, Sampler
 from toque.options import EngineOptions
-from toque.types import Finished, Request, SamplingParams, Slo, StepReport, Tokens
+from toque.types import Finished, Request, Sampled, SamplingParams, Slo, StepReport, Tokens
 
 CONFIG = EngineConfig(
     max_model_len=128,
@@ -75,12 +75,24 @@ class Recorder:
     def __init__(self, model: object) -> None:
         self._model = model
         self.rows: list[tuple[int, bytes]] = []  # (position, logits) in order of computation
+        self.native_decodes = 0
 
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
         logits = self._model.forward(batch, kv)  # type: ignore[attr-defined]
         for row, values in zip(batch.output_rows, logits, strict=True):
             self.rows.append((int(batch.positions[row]) + 1, values.tobytes()))
         return logits
+
+    def decode(
+        self, step: Decode, kv: Sequence[LayerKV], sampler: Sampler, known: int
+    ) -> list[Sampled]:
+        """The logits of the one native call are where the program keeps its results."""
+        sampled: list[Sampled] = self._model.decode(step, kv, sampler, known)  # type: ignore[attr-defined]
+        room = self._model._recorded["forward"]._room  # type: ignore[attr-defined]
+        for position, values in zip(step.positions, room, strict=False):
+            self.rows.append((position + 1, values.tobytes()))
+        self.native_decodes += 1
+        return sampled
 
 
 def answer(loaded: Loaded, config: EngineConfig, wanted: list[Request], gap: int = 0) -> Answers:
@@ -109,6 +121,7 @@ def answer(loaded: Loaded, config: EngineConfig, wanted: list[Request], gap: int
             break
         assert step < 3000
     assert report.load.held_pages == 0
+    assert recorder.native_decodes > 0  # or the way that is usual is not compared at all
     return Answers(tokens, logits, report.counters.preemptions, report.counters.prefix_hits)
 
 

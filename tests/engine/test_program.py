@@ -6,7 +6,7 @@ every kind of page, and drawn batches that follow one another through the same p
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from tests.engine.quantized_model import packed
 from tests.kernels.cases import KV_DTYPES, forward_batch, nan_pages
 from toque.kernels import select
-from toque.kernels.api import Floats, ForwardBatch, LayerKV, Ops
+from toque.kernels.api import Decode, Floats, ForwardBatch, LayerKV, Ops, Sampler
 from toque.kernels.ref.dequantize import KINDS
 from toque.model.dense import DenseDecoder, build_dense
 from toque.model.dummy import dummy_tensors
 from toque.model.weights import HF, bind
-from toque.types import ModelSpec, RopeSpec
+from toque.types import ModelSpec, RopeSpec, RowSetup, SamplingParams
 from toque.worker.program import Program
 
 CONTEXT, VOCAB = 96, 67  # an odd vocabulary: the last panel is not full
@@ -108,6 +108,126 @@ def test_the_program_and_its_slow_twin_agree_bit_for_bit(
             assert got.tobytes() == expected.tobytes() and got.shape == expected.shape
             assert same_pages(fast, slow)
         assert np.isfinite(expected).all()
+
+
+def sampler_of(ops: Ops, rows: list[int], seed: int) -> Sampler:
+    """Rows of many kinds: greedy, nucleus, penalties, logprobs, bans."""
+    rng = np.random.default_rng(seed)
+    sampler = ops.sampler(max(rows) + 1)
+    for row in rows:
+        params = SamplingParams(
+            temperature=float(rng.choice([0.0, 0.7, 1.3])),
+            top_p=float(rng.choice([1.0, 0.8])),
+            top_k=int(rng.choice([0, 5])),
+            repetition_penalty=float(rng.choice([1.0, 1.3])),
+            logprobs=int(rng.integers(3)) if rng.random() < 0.5 else None,
+            min_tokens=int(rng.choice([0, 50])),
+            seed=row,
+        )
+        setup = RowSetup(
+            row=row, sampling=params, choice=0, num_prompt=3, pages=(), end_token_ids=(5,)
+        )
+        sampler.set_up(setup)
+    return sampler
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([8, 16]), st.sampled_from([VOCAB, 40, 1 << 31]))
+def test_decoding_in_one_call_is_forward_and_then_the_sampler(
+    seed: int, block_size: int, known: int
+) -> None:
+    """The same tokens and logprobs, the same pages, the same logits to the bit, over steps that
+    follow one another; also as ref's own twin has it, fed by the same Decode."""
+    rng = np.random.default_rng(seed)
+    model = float_model(OPS)
+    per_row = CONTEXT // block_size
+    rows = rng.permutation(6)[: rng.integers(1, 5)].tolist()
+    table = rng.permutation(6 * per_row).astype(np.int32).reshape(6, per_row)
+    program = Program(model)
+    one_call, two_calls = sampler_of(OPS, rows, seed), sampler_of(OPS, rows, seed)
+    fast, slow = (OPS.kv_pages(model.kv_specs("float16"), table.size, block_size) for _ in range(2))
+    positions = [int(rng.integers(0, CONTEXT - 4)) for _ in rows]
+    ids = rng.integers(0, VOCAB, len(rows)).tolist()
+    for _ in range(4):
+        step = Decode(ids, rows, positions, table, block_size)
+        got = program.decode(step, fast, one_call, known)
+        logits = model.forward(decode_by_hand(step), slow)
+        logits[:, known:] = -np.inf
+        after = [position + 1 for position in positions]
+        expected = two_calls.sample(logits, rows, after, [None] * len(rows))
+        assert got == expected and all(entry.token < known for entry in got)
+        assert program._recorded["forward"]._room[: len(rows)].tobytes() == logits.tobytes()
+        assert same_pages(fast, slow)
+        for left, right in zip(arrays(step.batch()), arrays(decode_by_hand(step)), strict=True):
+            assert np.array_equal(left, right) and left.dtype == right.dtype
+        ids, positions = [entry.token for entry in got], after
+
+
+def arrays(batch: ForwardBatch) -> list[np.ndarray]:
+    return [getattr(batch, field.name) for field in fields(batch)]
+
+
+def decode_by_hand(step: Decode) -> ForwardBatch:
+    size, n = step.block_size, len(step.rows)
+    pages = [
+        int(step.page_table[r, p // size]) for r, p in zip(step.rows, step.positions, strict=True)
+    ]
+    places = [page * size + p % size for page, p in zip(pages, step.positions, strict=True)]
+
+    def ints(values: Any) -> Any:
+        return np.array(list(values), dtype=np.int32)
+
+    return ForwardBatch(
+        ids=ints(step.ids),
+        positions=ints(step.positions),
+        chunk_starts=ints(range(n + 1)),
+        context_lens=ints(p + 1 for p in step.positions),
+        page_table=np.stack([step.page_table[row] for row in step.rows]),
+        write_at=np.array(places, dtype=np.int64),
+        output_rows=ints(range(n)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "wrong"),
+    [
+        (IndexError, {"rows": [0, 2]}),
+        (IndexError, {"rows": [-1, 1]}),
+        (IndexError, {"positions": [3, 24]}),
+        (IndexError, {"positions": [-1, 3]}),
+        (IndexError, {"ids": [VOCAB, 0]}),
+        (IndexError, {"page_table": np.array([[0, 1, 2], [99, 4, 5]], dtype=np.int32)}),
+        (IndexError, {"page_table": np.array([[0, 1, 2], [-1, 4, 5]], dtype=np.int32)}),
+        (ValueError, {"positions": [3]}),
+        (ValueError, {"ids": [3]}),
+        (TypeError, {"page_table": np.zeros((2, 3), dtype=np.int64)}),
+    ],
+)
+def test_a_wrong_decode_is_an_exception_and_the_next_one_runs(
+    error: type[Exception], wrong: dict[str, Any]
+) -> None:
+    model = float_model(OPS)
+    program, kv = Program(model), pages_of(model, "float32", 6, 8)
+    table = np.arange(6, dtype=np.int32).reshape(2, 3)
+    right = Decode([1, 2], [0, 1], [0, 0], table, 8)
+    with pytest.raises(error):
+        program.decode(replace(right, **wrong), kv, sampler_of(OPS, [0, 1], 1), VOCAB)
+    got = program.decode(right, kv, sampler_of(OPS, [0, 1], 1), VOCAB)
+    assert [entry.error for entry in got] == [None, None]
+    with pytest.raises(ValueError, match="belongs to one row"):
+        program.decode(replace(right, rows=[1, 1]), kv, sampler_of(OPS, [0, 1], 1), VOCAB)
+
+
+def test_ref_decodes_as_it_forwards_and_samples() -> None:
+    ops = select("ref")
+    model = float_model(ops)
+    fast, slow = (pages_of(model, "float32", 6, 8) for _ in range(2))
+    step = Decode([1, 2], [1, 0], [0, 0], np.arange(6, dtype=np.int32).reshape(2, 3), 8)
+    got = Program(model).decode(step, fast, sampler_of(ops, [0, 1], 1), 40)
+    logits = model.forward(decode_by_hand(step), slow)
+    logits[:, 40:] = -np.inf
+    assert got == sampler_of(ops, [0, 1], 1).sample(logits, [1, 0], [1, 1], [None, None])
+    assert same_pages(fast, slow)
 
 
 SPEC = ModelSpec(

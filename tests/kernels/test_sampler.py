@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toque.kernels.api import NOT_NUMBERS, NOTHING_LEFT, Floats, Mask, Sampler
+from toque.errors import NOT_NUMBERS
+from toque.kernels.api import NOTHING_LEFT, Floats, Mask, Sampler
 from toque.kernels.cpu import CpuOps, _native
 from toque.kernels.ref import rng as ref_rng
 from toque.kernels.ref.sampler import RefSampler

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -73,6 +75,24 @@ class Live:
 
     def engine_pid(self) -> int:
         return self.engine_pids()[0]
+
+
+@contextmanager
+def serving_tiny(config: Path, folder: Path, template: str, *flags: str) -> Iterator[Live]:
+    """The tiny random model (conftest.tiny_config) under a chat template of the test's own, and
+    with a context that holds tools; comes to rest at the end."""
+    model = folder / "model"
+    shutil.copytree(config, model)
+    for name, values in (
+        ("tokenizer_config.json", {"chat_template": template}),
+        ("config.json", {"max_position_embeddings": 4096}),
+    ):
+        kept = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**kept, **values}))
+    dummy = ("--load-format", "dummy", "--served-model-name", "tiny", "--max-num-seqs", "8")
+    with serving(str(model), folder, *dummy, *flags) as live:
+        yield live
+        live.wait_idle()
 
 
 def free_port() -> int:

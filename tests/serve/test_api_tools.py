@@ -46,6 +46,11 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+def strict(properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+
+
 TOOLS = [tool("weather", city={"type": "string"}, days={"type": "integer"}), tool("now")]
 CALL = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Os\\"lo 😀", "days": 2}}\n</tool_call>'
@@ -269,6 +274,10 @@ def test_choices_keep_their_calls_apart(server: ServerThread) -> None:
 
 # ---------------------------------------------------------------------------------------- refusals
 
+FORM = "response_format.json_schema"
+NO_VALUE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}
+ANY_OBJECT = {"type": "json_object"}
+NAMED = {"type": "function", "function": {"name": "now"}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "zigzag", "function": {"name": "f"}}]}, "tools[0].type"),
@@ -300,10 +309,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
-    *(({"tools": TOOLS, "tool_choice": choice, **asked}, param)
-      for choice in ("auto", "required", {"type": "function", "function": {"name": "now"}})
-      for asked, param in (({"response_format": {"type": "json_object"}}, "response_format"),
-                           ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"))),
+    *(({"tools": TOOLS, "tool_choice": choice, "response_format": NO_VALUE}, f"{FORM}.schema")
+      for choice in ("none", "auto", "required", NAMED)),
+    *(({"tools": TOOLS, "structured_outputs": {name: asked}}, f"structured_outputs.{name}")
+      for name, asked in (("regex", "a|\\n.tool_call>.*"), ("choice", ["<tool_call>x"]),
+                          ("grammar", 'start: "<" /[a-z]+/'))),
+    ({"tools": [strict({"a": {"pattern": "["}})], "response_format": ANY_OBJECT}, "tools"),
+    ({"tools": [strict({"a": {"bogus": 1}})], "response_format": ANY_OBJECT}, "tools[0]"),
     ({"thinking_token_budget": -1}, "thinking_token_budget"),
 ]  # fmt: skip
 

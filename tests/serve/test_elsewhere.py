@@ -56,7 +56,7 @@ def test_prompts_and_answers_on_two_hosts(
         assert ask_together(live, bodies()) == expected
         moved_bytes = live.metric("toque_kv_transfer_bytes_total")
         assert live.metric("toque_kv_transfer_pages_total", fate="moved") > 0
-        assert live.metric("toque_kv_transfer_pages_total", fate="failed") == 0
+        assert live.metric("toque_kv_transfer_failed_pages_total") == 0
         assert two.received_bytes() > moved_bytes > 0
         live.wait_idle()
 

@@ -15,7 +15,7 @@ from tests.serve.browsing import PHONE, Visit, chromium, needed
 from tests.serve.fakes import FakeEngine, serving
 from tests.serve.live import Live
 from tests.serve.live import serving as serving_live
-from toque.types import Branch, EngineState, FleetReport, Load, Look, Snapshot, Transfers
+from toque.types import Branch, EngineState, FleetReport, Kept, Load, Look, Snapshot, Transfers
 
 pytestmark = needed
 
@@ -44,6 +44,7 @@ class TwoEngines(FakeEngine):
             role="prefill",
             alive=True,
             open_requests=3,
+            kept=Kept(leases=2, oldest_lease_s=1.5, expired=1),
             load=Load(total_pages=100, free_pages=90, held_pages=10),
         )
         report = FleetReport(engines=(first, second), transfers=Transfers(**transfers))
@@ -82,9 +83,9 @@ def shown_pill(index: int, text: str) -> str:
 
 def test_each_engine_is_shown_with_what_it_has(browser: Any) -> None:
     engine = TwoEngines()
-    engine.tell(ALIVE, moved_pages=70, moved_bytes=2_500_000, missing_pages=5,
-                failed={"corrupt": 2, "late": 1}, cached_pages=9,
-                fetches=4, moves=6, seconds=0.2)  # fmt: skip
+    failed = {"corrupt": 2, "late": 1}
+    engine.tell(ALIVE, moved_pages=70, moved_bytes=2_500_000, failed=failed, missing_pages=5,
+                cached_pages=9, fetches=4, moves=6, seconds=0.2)  # fmt: skip
     with serving(engine) as server:
         visit = Visit(browser, server.url)
         visit.wait(shown_pill(1, "alive"))
@@ -95,14 +96,15 @@ def test_each_engine_is_shown_with_what_it_has(browser: Any) -> None:
             ".engine").nth(1).inner_text()  # fmt: skip
         told = transfers(visit)
         assert told["pages moved"] == "70" and told["bytes moved"] == "2.50\u202fMB"
-        assert (
-            told["pages corrupt"] == "2"
-            and told["pages stale, late or lost"] == "1"
-            and told["pages recomputed"] == "5"
-        )
+        assert told["verification failures"] == "2" and told["pages recomputed"] == "5"
         assert told["pages there already"] == "9" and told["requests moved"] == "6"
         assert told["time of all"] == "200\u202fms" and told["time of one"] == "50\u202fms"
-        assert visit.page.locator("#transfers .some").all_inner_texts() == ["2", "1"]
+        assert told["pages not used"] == "2 corrupt, 1 late"
+        assert told["leases · engine 0"] == "2" and told["leases expired · engine 0"] == "1"
+        assert told["oldest lease · engine 0"] == "1.50\u202fs"
+        assert visit.page.locator("#transfers .some").all_inner_texts() == [
+            *("2", "2 corrupt, 1 late", "1"),
+        ]
         visit.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.live import Live, serving
+from tests.serve.live import Live, serving_tiny
 from tests.serve.test_api_tools import put_together
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -33,19 +32,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 @pytest.fixture(scope="module")
 def live(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("thinking")
-    model = folder / "model"
-    shutil.copytree(tiny_config, model)
-    for name, values in (
-        ("tokenizer_config.json", {"chat_template": TEMPLATE}),
-        ("config.json", {"max_position_embeddings": 4096}),
-    ):
-        kept = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps({**kept, **values}))
-    flags = ("--load-format", "dummy", "--served-model-name", "tiny")
-    with serving(str(model), folder, *flags) as live:
+    with serving_tiny(tiny_config, tmp_path_factory.mktemp("thinking"), TEMPLATE) as live:
         yield live
-        live.wait_idle()
 
 
 def body(**extra: Any) -> dict[str, Any]:
@@ -139,3 +127,66 @@ def test_what_is_no_budget_is_refused(live: Live, value: Any) -> None:
         answer = httpx.post(live.url + path, json={**ask, "thinking_token_budget": value})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "thinking_token_budget"
+
+
+# ------------------------------------------------------------------ an end token amid the reasoning
+
+END = 2
+
+
+def ends_early(live: Live, **extra: Any) -> dict[str, Any]:
+    """The end token is all that is ever likely, and may come after ten others."""
+    return whole(live, logit_bias={str(END): 100.0}, min_tokens=10, **extra)
+
+
+def streamed(live: Live, **extra: Any) -> dict[str, Any]:
+    events = []
+    ask = body(stream=True, logit_bias={str(END): 100.0}, min_tokens=10, **extra)
+    with httpx.stream("POST", live.url + CHAT, json=ask, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line[6:]))
+    return put_together(events)
+
+
+def test_an_end_amid_the_reasoning_is_an_end(live: Live) -> None:
+    """Nothing holds the answer to anything: all of it is reasoning."""
+    answer = ends_early(live)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
+    assert choice["message"]["reasoning"] and thought(answer) == 10
+    told = streamed(live)
+    assert told["finish_reason"] == "stop" and told["content"] is None
+    assert told["reasoning"] == choice["message"]["reasoning"]
+    ask = {"input": "hi", "logit_bias": {str(END): 100.0}, "min_tokens": 10, "seed": 5}
+    made = httpx.post(live.url + RESPONSES, json={**ask, "temperature": 1}, timeout=60).json()
+    assert made["status"] == "completed"
+    (item,) = made["output"]
+    assert item["type"] == "reasoning" and item["status"] == "completed"
+    assert item["content"][0]["text"] == choice["message"]["reasoning"]
+
+
+STRICT = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
+BOUND: list[dict[str, Any]] = [
+    {"response_format": FORM},
+    {"response_format": FORM, "tools": [STRICT]},
+    {"tools": [TOOL], "tool_choice": "required"},
+]
+
+
+@pytest.mark.parametrize("bound", BOUND, ids=["format", "format or calls", "required"])
+def test_an_end_is_no_way_around_what_comes_after_the_reasoning(
+    live: Live, bound: dict[str, Any]
+) -> None:
+    """It may not come before the answer is whole: the reasoning goes on, to its budget or a cut."""
+    for told in (ends_early(live, **bound)["choices"][0], streamed(live, **bound)):
+        message = told.get("message", told)
+        assert told["finish_reason"] == "length" and not message["content"]
+        assert message["reasoning"] and not message.get("tool_calls")
+    held = {**bound, "thinking_token_budget": 12, "max_tokens": 1500, "parallel_tool_calls": False}
+    for told in (ends_early(live, **held)["choices"][0], streamed(live, **held)):
+        message = told.get("message", told)
+        calls = message.get("tool_calls") or []
+        assert told["finish_reason"] == ("tool_calls" if calls else "stop")
+        texts = [c.get("function", c)["arguments"] for c in calls] or [message["content"]]
+        assert json.loads(texts[0]).keys() == {"ok"}

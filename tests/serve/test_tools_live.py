@@ -6,7 +6,6 @@ The cases ST… and RV23 of the public catalogue of faults (tests/serve/test_fau
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.serve.live import Live, serving
+from tests.serve.live import Live, serving_tiny
 from tests.serve.test_api_tools import put_together
 
 CHAT = "/v1/chat/completions"
@@ -46,19 +45,8 @@ def tool(name: str = "f", parameters: dict[str, Any] = SCHEMA, **extra: Any) -> 
 @pytest.fixture(scope="module")
 def live(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """The tiny model with a template that knows tools, and a context that holds some."""
-    folder = tmp_path_factory.mktemp("tools")
-    model = folder / "model"
-    shutil.copytree(tiny_config, model)
-    for name, values in (
-        ("tokenizer_config.json", {"chat_template": TEMPLATE}),
-        ("config.json", {"max_position_embeddings": 4096}),
-    ):
-        kept = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps({**kept, **values}))
-    flags = ("--load-format", "dummy", "--served-model-name", "tiny", "--max-num-seqs", "8")
-    with serving(str(model), folder, *flags) as live:
+    with serving_tiny(tiny_config, tmp_path_factory.mktemp("tools"), TEMPLATE) as live:
         yield live
-        live.wait_idle()
 
 
 def body(**extra: Any) -> dict[str, Any]:

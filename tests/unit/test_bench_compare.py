@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import compare
 from bench.comparison import Comparison, Measurement, show
 from bench.processes import Memory, cpu_seconds, memory, tree
 from bench.servers import Recipe, Server, free_port, llama_recipe, toque_recipe
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, Workload
 
 SINGLE, PREFILL = WORKLOADS["single"], WORKLOADS["prefill"]
 
@@ -35,6 +39,47 @@ def test_the_ratio_is_the_median_of_the_rounds_and_the_better_peer_counts() -> N
     medians = comparison.medians()["single"]
     assert medians["engines"]["toque"]["tok_per_s"] == 40
     assert medians["engines"]["a"]["itl_p50_ms"] is None
+
+
+def test_engines_take_turns_and_builds_of_the_peer_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two rounds of two workloads with two builds: who was measured when, and what is printed."""
+    names = ("build", "build-noomp")
+    binaries = [tmp_path / name / "bin" / "llama-server" for name in names]
+    for binary in binaries:
+        binary.parent.mkdir(parents=True)
+        binary.touch()
+    located = [tmp_path / "ours.gguf", tmp_path / "theirs.gguf"]
+    monkeypatch.setattr(compare, "locate", lambda name: Namespace(path=tmp_path / name))
+    monkeypatch.setattr(compare, "vocabulary", lambda model: 5000)
+    seen: list[tuple[str, str, int, str]] = []
+    rates = {"toque": [30.0, 66.0], "build": [10.0, 11.0], "build-noomp": [15.0, 22.0]}
+
+    def measured(engine: compare.Engine, workload: Workload, seed: int, *_: object) -> Measurement:
+        seen.append((engine.name.split()[-1], workload.name, seed, engine.model.name))
+        assert workload.requests == 3
+        return measurement(engine.name, rates[engine.name.split()[-1]][seed])
+
+    monkeypatch.setattr(compare, "measure", measured)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    workloads = ["batch32", "prefix"]
+    flags = ["--workload", *workloads, "--rounds", "2", "--requests", "3", "--peer"]
+    files = [located[0].name, "--peer-model", located[1].name]
+    assert compare.main([*files, *flags, *map(str, binaries)]) == 0
+    order = ["toque", *names]
+    turns = [(one, w, 0) for w in workloads for one in order]
+    turns += [(one, w, 1) for w in workloads for one in order[::-1]]
+    assert [turn[:3] for turn in seen] == turns
+    assert all((model == "ours.gguf") == (engine == "toque") for engine, _, _, model in seen)
+    printed = json.loads(capsys.readouterr().out)
+    for workload in workloads:
+        found = printed["medians"][workload]
+        assert found["best_peer"] == "llama-server build-noomp"
+        assert found["ratios"] == [2.0, 3.0] and found["ratio"] == 2.5
+        assert found["engines"]["toque"]["tok_per_s"] == 48.0
+    assert printed["engines"]["llama-server build"]["model"] == "theirs.gguf"
+    assert compare.peer_names([binaries[0], binaries[0]]) == ["llama-server 1", "llama-server 2"]
 
 
 def test_prefill_is_judged_by_prompt_tokens() -> None:

@@ -12,13 +12,19 @@ import numpy as np
 import pytest
 
 from toque.errors import RequestError
-from toque.serve.call_grammars import grammar_of_calls, is_constrained
+from toque.serve.call_grammars import (
+    call_beginnings,
+    calls_instead,
+    grammar_of_calls,
+    is_constrained,
+    without_calls,
+)
 from toque.serve.formats import Formats
 from toque.serve.offer import Offer, Tool
-from toque.serve.tools.output import Format, OutputParser
+from toque.serve.tools.output import Calls, Format, OutputParser
 from toque.serve.tools.parts import Said, said
 from toque.structured.grammar import Compiler
-from toque.types import Grammar, Spellings
+from toque.types import Grammar, GrammarKind, Spellings
 
 END, MARK, CLOSE, ARGS = 256, 257, 258, 259
 TEXTS = {MARK: b"<tool_call>", CLOSE: b"</tool_call>", ARGS: b"[ARGS]", 260: b"[TOOL_CALLS]"}
@@ -63,7 +69,7 @@ def drawn(compiler: Compiler, grammar: Grammar, seed: int, text: bytes = b"") ->
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed = [int(i) for i in np.flatnonzero(mask)]
         assert allowed, text
-        printable = [i for i in allowed if 32 <= i < 127 or i > 256] or allowed
+        printable = [i for i in allowed if 32 < i < 127 or i > 256] or allowed
         token = END if END in allowed and draw.random() < 0.5 else draw.choice(printable)
         if token == END:
             return text.decode(errors="replace"), True
@@ -74,11 +80,25 @@ def drawn(compiler: Compiler, grammar: Grammar, seed: int, text: bytes = b"") ->
     return text.decode(errors="replace"), False
 
 
-def read(text: str, formats: Formats, offer: Offer, reasoning: str | None = None) -> Said:
-    form = Format(tools=formats.tools, schemas=offer.schemas, parallel=offer.parallel,
+def read(
+    text: str,
+    formats: Formats,
+    offer: Offer,
+    reasoning: str | None = None,
+    calls: Calls = "anywhere",
+) -> Said:
+    """The same in two pieces, wherever it is cut."""
+    form = Format(tools=formats.tools, schemas=offer.schemas, parallel=offer.parallel, calls=calls,
                   reasoning=reasoning, in_reasoning=reasoning is not None)  # fmt: skip
-    parser = OutputParser(form)
-    return said([*parser.push(text), *parser.finish()])
+
+    def pushed(*pieces: str) -> Said:
+        parser = OutputParser(form)
+        return said([*(p for piece in pieces for p in parser.push(piece)), *parser.finish()])
+
+    found = pushed(text)
+    for cut in range(1, min(len(text), 200)):
+        assert pushed(text[:cut], text[cut:]) == found, cut
+    return found
 
 
 def check(found: Said, strict_only: bool = False) -> None:
@@ -180,3 +200,141 @@ def test_free_text_in_tags_ends_at_its_tag(compiler: Compiler) -> None:
     for byte in text:
         assert matcher.consume_token(byte)
     assert json.loads(read(text.decode(), FORMATS[1], offer).calls[0].arguments) == {"s": "a <b> {"}
+
+
+# --------------------------------------------------------------- a format, or calls instead
+
+ANSWER = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+
+
+def json_grammar(schema: Any, calls: str = "", after: str = "") -> Grammar:
+    text = json.dumps(schema, ensure_ascii=False)
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text, calls=calls, after=after)
+
+
+def first_call(formats: Formats) -> bytes:
+    return {"llama3_json": b'{"name": "weather", "p', "mistral": b"[TOOL_CALLS]"}.get(
+        formats.tools or "", b"<tool_call>"
+    )
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_an_answer_is_of_its_form_or_calls(
+    compiler: Compiler, formats: Formats, parallel: bool, thinks: bool
+) -> None:
+    offer = Offer(TOOLS, "auto", None, parallel)
+    calls = calls_instead(offer, formats, compiler.markers)
+    grammar = json_grammar(ANSWER, calls, "</think>" if thinks else "")
+    thought = b"so <tool_call> {</think>\n\n" if thinks else b""
+    seen = set()
+    for seed in range(8):
+        for begin in (b"", b"{", first_call(formats), first_call(formats)):
+            text, over = drawn(compiler, grammar, seed, thought + begin)
+            if not over:
+                continue
+            found = read(text, formats, offer, "qwen3" if thinks else None, "first")
+            assert bool(found.calls) != bool(found.text) and not found.warnings, text
+            if found.calls:
+                assert len(found.calls) == 1 or parallel
+                check(found, strict_only=True)
+            else:
+                jsonschema.validate(json.loads(found.text), ANSWER)
+            seen.add(bool(found.calls))
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "<function=now></function>", "ok": true}',
+        '{"name": "[TOOL_CALLS]now[ARGS]{}", "ok": true}',
+        '{"name": "<tool_call>{", "ok": true}',
+        '{"name": "<|python_tag|>{", "ok": true}',
+        '{"name": "weather", "ok": false}',
+        '{"name":"now","ok":false}',
+    ],
+)
+def test_marks_inside_an_answer_are_its_text(
+    compiler: Compiler, formats: Formats, text: str
+) -> None:
+    offer = Offer(TOOLS, "auto")
+    grammar = json_grammar(ANSWER, calls_instead(offer, formats, compiler.markers))
+    matcher = compiler.matcher(grammar)
+    assert matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+    assert read(text, formats, offer, None, "first") == Said(text=text)
+    assert read(text, formats, offer, None, "never") == Said(text=text)
+
+
+def begins_like_a_call(compiler: Compiler, answer: Grammar, formats: Formats) -> bool:
+    beginnings = call_beginnings(Offer(TOOLS, "auto"), formats)
+    return any(compiler.may_begin(answer, text) for text in beginnings)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+def test_which_answers_could_be_taken_for_calls(compiler: Compiler, formats: Formats) -> None:
+    """In tags no JSON; of bare calls any object, unless its keys say that it is none."""
+    bare = formats.tools == "llama3_json"
+    both = {"properties": {"name": {}, "parameters": {}}}
+    named = {"properties": {"name": {"enum": ["x", "y"]}, "parameters": {}}, "required": ["name"]}
+    for schema, like in (
+        ({"type": "object"}, True), ({}, True), (both, True), (named, False), (ANSWER, False),
+        ({"type": "array"}, False),
+    ):  # fmt: skip
+        assert begins_like_a_call(compiler, json_grammar(schema), formats) is (bare and like), (
+            schema
+        )
+
+
+def test_objects_without_the_key_of_a_bare_call(compiler: Compiler) -> None:
+    bare = FORMATS[2]
+    for schema in ({"type": "object"}, {}, {"properties": {"name": {"type": "string"}}}):
+        narrow = without_calls(json_grammar(schema))
+        assert narrow is not None and not begins_like_a_call(compiler, narrow, bare)
+        text = '{"name": "weather", "parameter": {"unit": 7}}'
+        matcher = compiler.matcher(narrow)
+        assert matcher.try_consume_tokens(list(text.encode())) == len(text)
+    for schema in ({"properties": {"parameters": {}}}, {"required": ["parameters"]}, True):
+        assert without_calls(json_grammar(schema)) is None
+    assert without_calls(Grammar(kind=GrammarKind.REGEX, text="a")) is None
+
+
+def test_a_bare_call_is_held_to_its_schema_whatever_its_spacing(compiler: Compiler) -> None:
+    """Its references still point to its own definitions."""
+    offer, bare = Offer(TOOLS, "auto"), FORMATS[2]
+    narrow = without_calls(json_grammar({"type": "object"}))
+    assert narrow is not None
+    grammar = json_grammar(json.loads(narrow.text), calls_instead(offer, bare, compiler.markers))
+    good = '{"unit": "C", "days": 3, "near": ["b"]}'
+    for arguments, right in (
+        (good, True),
+        ('{"unit": "K"}', False),
+        (good.replace("b", "c"), False),
+    ):
+        for text in (
+            f'{{"name": "weather", "parameters": {arguments}}}',
+            f'{{"name":"weather","parameters":{arguments}}}',
+            f'\n\t{{\n "name" : "weather",\n "parameters" : {arguments}\n}}',
+        ):
+            read_all = compiler.matcher(grammar).try_consume_tokens(list(text.encode())) == len(
+                text
+            )
+            assert read_all is right, text
+            assert [c.name for c in read(text, bare, offer, None, "first").calls] == ["weather"]
+
+
+def test_a_tool_in_tags_that_is_not_strict_takes_its_parameters(compiler: Compiler) -> None:
+    """Beside a strict one, whatever their values are."""
+    loose = Tool("f", None, {"type": "object", "properties": {"n": {"type": "integer"}}}, False)
+    offer = Offer((TOOLS[0], loose), "auto")
+    grammar = grammar_of_calls(offer, FORMATS[1], "", compiler.markers)
+    text = "<tool_call>\n<function=f>\n<parameter=n>\nmany\n</parameter>\n</function>\n</tool_call>"
+    assert compiler.matcher(grammar).try_consume_tokens(list(text.encode())) == len(text)
+    assert json.loads(read(text, FORMATS[1], offer).calls[0].arguments) == {"n": "many"}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toque.scheduler.cost import StepCost, Work, decode_work, work_of
+from toque.scheduler.cost import FADE, TERMS, StepCost, Work, decode_work, work_of
 from toque.types import Chunk, StepPlan
 
 TRUE = (6.0, 1.4, 1e-4, 1e-3, 1.9)  # ms: constant, token, pair, token of context, output
@@ -106,3 +107,25 @@ def test_work_that_is_taken_back_leaves_nothing() -> None:
     work.add(10, 5, 1, sign=-1)
     assert (work.tokens, work.pairs, work.context, work.outputs) == (0, 0, 0, 0)
     assert pytest.approx(StepCost(1000.0).prompt_ms(0, 100)) == 100.0
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(0.1, 1), st.floats(0.5, 500)), max_size=40),
+    st.integers(1, 9),
+)
+def test_steps_that_are_folded_in_together_count_as_one_by_one(
+    steps: list[tuple[bool, float, float]], portion: int
+) -> None:
+    cost = StepCost(300.0)
+    gram, moment = np.zeros((2, TERMS, TERMS)), np.zeros((2, TERMS))
+    for number, (prompt, weight, ms) in enumerate(steps):
+        sizes = (number + 1, 7 * number, 3, 2)
+        cost._unread[prompt].append((weight, ms, *sizes))
+        if number % portion == 0:
+            cost._fold()
+        x = np.array((1, *sizes)) / ms
+        gram[int(prompt)] = FADE * gram[int(prompt)] + weight * np.outer(x, x)
+        moment[int(prompt)] = FADE * moment[int(prompt)] + weight * x
+    cost._fold()
+    np.testing.assert_allclose(cost._gram, gram, rtol=1e-9)
+    np.testing.assert_allclose(cost._moment, moment, rtol=1e-9)

@@ -222,9 +222,9 @@ def test_a_fetch_is_told_by_stage_until_its_first_token(monkeypatch: pytest.Monk
             return lambda: client.of(FleetReport)[-1].stages == stages
 
         client.fleet.send(request("a"))
-        name = prefill.of(Prefill)[0].request.id
         client.fleet.send(structs.replace(request("b"), prompt=tuple(range(100, 141))))
         await client.until(told({"waiting_to_start": 2}))
+        name = prefill.of(Prefill)[0].request.id
         prefill.say(PagesReady(id=name, first=0, pages=()))
         await client.until(told({"waiting_to_start": 1, "in_progress": 1}))
         prefill.say(PagesReady(id=name, first=0, pages=(), last=True))

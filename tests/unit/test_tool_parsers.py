@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toque.serve.tools.output import Format, OutputParser
+from toque.serve.tools.output import Calls, Format, OutputParser
 from toque.serve.tools.parts import Kind, Part, Said, merged, said
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def read(text: str, tools: str | None, **extra: Any) -> Said:
 
 # ------------------------------------------------------------------------- the whole-text oracle
 
-Calls = list[tuple[str, Any]]
+Made = list[tuple[str, Any]]
 
 
 def _between(pattern: str, text: str) -> tuple[str, list[str]]:
@@ -73,22 +73,22 @@ def _between(pattern: str, text: str) -> tuple[str, list[str]]:
     return rest, found
 
 
-def _objects(text: str) -> Calls:
+def _objects(text: str) -> Made:
     value = json.loads(text)
     calls = value if isinstance(value, list) else [value]
     return [(c["name"], c.get("arguments", c.get("parameters", {}))) for c in calls]
 
 
-def oracle_hermes(text: str) -> tuple[str, Calls]:
+def oracle_hermes(text: str) -> tuple[str, Made]:
     rest, found = _between(r"<tool_call>(.*?)</tool_call>", text)
     return rest, [call for body in found for call in _objects(body)]
 
 
-def oracle_xml(text: str) -> tuple[str, Calls]:
+def oracle_xml(text: str) -> tuple[str, Made]:
     rest, found = _between(
         r"(?:<tool_call>)?\s*(<function=.*?</function>)\s*(?:</tool_call>)?", text
     )
-    calls: Calls = []
+    calls: Made = []
     for body in found:
         name = re.search(r"<function=(.*?)>", body)
         assert name
@@ -101,12 +101,12 @@ def _typed(tool: str, key: str, value: str) -> Any:
     return value if key in ("city", "unit", "free", "a") else json.loads(value)
 
 
-def oracle_llama(text: str) -> tuple[str, Calls]:
+def oracle_llama(text: str) -> tuple[str, Made]:
     bodies = text.removeprefix("<|python_tag|>").split(";")
     return "", [call for body in bodies for call in _objects(body)]
 
 
-def oracle_mistral(text: str) -> tuple[str, Calls]:
+def oracle_mistral(text: str) -> tuple[str, Made]:
     before, _, after = text.partition("[TOOL_CALLS]")
     if after.lstrip().startswith("["):
         return before.rstrip(), _objects(after)
@@ -335,17 +335,17 @@ CALLS = st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), ARGUMENTS), min_size=
 WORDS = st.text("ab <t{[\n", max_size=8).filter(lambda t: t == t.strip())
 
 
-def write_hermes(text: str, calls: Calls, ascii_only: bool) -> str:
+def write_hermes(text: str, calls: Made, ascii_only: bool) -> str:
     dumped = [json.dumps({"name": n, "arguments": a}, ensure_ascii=ascii_only) for n, a in calls]
     return text + "".join(f"\n<tool_call>\n{body}\n</tool_call>" for body in dumped)
 
 
-def write_llama(text: str, calls: Calls, ascii_only: bool) -> str:
+def write_llama(text: str, calls: Made, ascii_only: bool) -> str:
     dumped = [json.dumps({"name": n, "parameters": a}, ensure_ascii=ascii_only) for n, a in calls]
     return (text + "<|python_tag|>" if text else "") + "; ".join(dumped)
 
 
-def write_mistral(text: str, calls: Calls, ascii_only: bool) -> str:
+def write_mistral(text: str, calls: Made, ascii_only: bool) -> str:
     objects = [{"name": n, "arguments": a} for n, a in calls]
     return f"{text}[TOOL_CALLS] {json.dumps(objects, ensure_ascii=ascii_only)}"
 
@@ -356,7 +356,7 @@ WRITERS = {"hermes": write_hermes, "llama3_json": write_llama, "mistral": write_
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(WRITERS)), WORDS, CALLS, st.booleans(), st.data())
 def test_what_is_written_is_read_back_however_it_is_cut(
-    tools: str, text: str, calls: Calls, ascii_only: bool, data: st.DataObject
+    tools: str, text: str, calls: Made, ascii_only: bool, data: st.DataObject
 ) -> None:
     written = WRITERS[tools](text, calls, ascii_only)
     places = sorted(data.draw(st.lists(st.integers(0, len(written)), max_size=8)))
@@ -374,16 +374,21 @@ def test_what_is_written_is_read_back_however_it_is_cut(
             ["<tool_call>", "</tool_call>", '{"name": "now"', ', "arguments": {', "}", "}}", '"',
              "<function=now>", "<parameter=a>", "</parameter>", "</function>", "[TOOL_CALLS]", "now",
              "[ARGS]", "<|python_tag|>", "<think>", "</think>", "\n", " ", "x", "[", "]", ";", ",", "{}",
-             '"a": 1', "\\", "\\u00", "1e", "tru"]
+             '"a": 1', "\\", "\\u00", "1e", "tru", ', "parameters": {']
         ), max_size=14),
-    st.booleans(), st.booleans(), st.data(),
+    st.booleans(), st.booleans(), st.sampled_from(["anywhere", "first", "never"]), st.data(),
 )  # fmt: skip
 def test_fragments_of_formats_in_any_order_cut_anywhere(
-    tools: str | None, fragments: list[str], think: bool, parallel: bool, data: st.DataObject
+    tools: str | None,
+    fragments: list[str],
+    think: bool,
+    parallel: bool,
+    place: Calls,
+    data: st.DataObject,
 ) -> None:
     text = "".join(fragments)
     reasoning = "qwen3" if think else None
-    form = Format(tools=tools, schemas=TOOLS, reasoning=reasoning, parallel=parallel)
+    form = Format(tools=tools, schemas=TOOLS, reasoning=reasoning, parallel=parallel, calls=place)
     whole = parse([text], form)
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
@@ -392,6 +397,49 @@ def test_fragments_of_formats_in_any_order_cut_anywhere(
         assert call.name in TOOLS
         if call.complete:
             assert isinstance(json.loads(call.arguments), dict)
+
+
+# ------------------------------------------------------------------- calls or an answer of some form
+
+ANSWERS = [
+    '{"a": "<tool_call>{}</tool_call>", "b": "<function=now></function>"}',
+    '["[TOOL_CALLS]now[ARGS]{}", "<|python_tag|>{"]',
+    '{"name": "now", "ok": true}',
+    '{"name": "nobody", "parameters": {}}',
+    '{"name": "now", "parameter',
+    "<tool_cal",
+    " <tool_call>",
+    "[TOOL_CALLS",
+    '\n\n\n{"name": "now", "parameters": {}}',
+    "",
+]
+BEGINNINGS = {
+    "hermes": r"\n{0,2}<tool_call>",
+    "qwen3_coder": r"\n{0,2}<tool_call>",
+    "llama3_json": r'[ \t\r\n]*\{\s*"name"\s*:\s*"(get_weather|now)"\s*,\s*"parameters"\s*:',
+    "mistral": r"\n{0,2}\[TOOL_CALLS\]",
+}
+
+
+@pytest.mark.parametrize("tools", sorted(GOOD))
+@pytest.mark.parametrize("text", [*(text for _, text in ALL), *ANSWERS])
+def test_the_beginning_tells_calls_from_an_answer(tools: str, text: str) -> None:
+    """Calls are read as ever; of an answer no letter is taken for anything."""
+    found = read(text, tools, calls="first")
+    if re.match(BEGINNINGS[tools], text):
+        assert found == read(text, tools)
+    else:
+        assert found == Said(text=text)
+    assert read(text, tools, calls="never") == Said(text=text)
+    for cut in cuts(text, pairs=len(text) < 40):
+        assert said(parse(cut, Format(tools=tools, schemas=TOOLS, calls="first"))) == found, cut
+
+
+def test_an_answer_is_held_up_no_longer_than_it_could_be_a_call() -> None:
+    parser = OutputParser(Format(tools="llama3_json", schemas=TOOLS, calls="first"))
+    assert parser.push('{"name": "n') == []
+    assert parser.push("i") == [Part(Kind.TEXT, '{"name": "ni')]
+    assert parser.push("l") == [Part(Kind.TEXT, "l")]
 
 
 @pytest.mark.parametrize("tools", sorted(GOOD))

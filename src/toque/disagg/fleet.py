@@ -167,15 +167,8 @@ class Fleet:
             for member in self._members
             if member.alive and member.role in roles
         ]
-        index = choose(views, tokens, self._slack_s(placed))
+        index = choose(views, tokens, placed.slack_s(self._clock()))
         return None if index is None else self._members[index]
-
-    def _slack_s(self, placed: Placed) -> float | None:
-        """What is left until its class wants the first token; None if that is out or not asked."""
-        slo = placed.request.slo
-        if slo is None or slo.ttft_s is None or placed.output:
-            return None
-        return placed.request.arrived_s + slo.ttft_s - self._clock()
 
     def _refuse(self, placed: Placed) -> None:
         """No engine is left for it: 503 if the client has seen nothing, else a failed end."""
@@ -293,10 +286,10 @@ class Fleet:
                 member.keeps(message, self._clock())
             case Hello():
                 self._welcome(member, message)
-            case Timeline():
-                self._explained(member, message)
             case Snapshot():
                 self._out.put_nowait(structs.replace(message, engine=member.index))
+            case Timeline():
+                self._explained(member, message)
             case Heartbeat():
                 self._out.put_nowait(message)
             case EngineFailed():
@@ -385,9 +378,10 @@ class Fleet:
     def _tell(self, last: Fetched | None = None) -> None:
         if self._hello is None:
             return  # the server knows of no engine before it knows all of them
+        states = tuple(member.state(self._clock()) for member in self._members)
         self._out.put_nowait(
             FleetReport(
-                engines=tuple(member.state(self._clock()) for member in self._members),
+                engines=states,
                 transfers=self._transfers,
                 stages=Counter(placed.stage for placed in self._placed.values() if placed.stage),
                 last=last,

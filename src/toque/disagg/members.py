@@ -88,6 +88,13 @@ class Placed:
         if self.first_token_s is None:
             self.first_token_s = now_s
 
+    def slack_s(self, now_s: float) -> float | None:
+        """What is left until its class wants the first token; None if that is out or not asked."""
+        slo = self.request.slo
+        if slo is None or slo.ttft_s is None or self.output:
+            return None
+        return self.request.arrived_s + slo.ttft_s - now_s
+
     def continued(self) -> Request:
         """The request as another engine goes on with it. Prompt logprobs come before the first
         token: who has seen a token has them all."""
@@ -196,18 +203,6 @@ class Member:
         before = structs.replace(self._kept_before, leases=0, oldest_lease_s=0.0)
         return structs.replace(plus(before, now), oldest_lease_s=age_s)
 
-    def state(self, now_s: float) -> EngineState:
-        return EngineState(
-            index=self.index,
-            role=self.role,
-            alive=self.alive,
-            starting=self.starting,
-            restarts=self.restarts,
-            open_requests=self.open_requests,
-            load=self.load,
-            kept=self.kept(now_s),
-        )
-
     def send(self, message: ToEngine) -> None:
         if self.port is not None:
             self.port.send(message)
@@ -276,6 +271,19 @@ class Member:
 
     def keeps(self, kept: Kept, now_s: float) -> None:
         self._kept, self._kept_at_s = kept, now_s
+
+    def state(self, now_s: float) -> EngineState:
+        return EngineState(
+            index=self.index,
+            role=self.role,
+            alive=self.alive,
+            starting=self.starting,
+            restarts=self.restarts,
+            open_requests=self.open_requests,
+            computed_tokens=self.counters.computed_tokens,
+            load=self.load,
+            kept=self.kept(now_s),
+        )
 
     def lose(self) -> ServePort | None:
         """The engine is gone; returns the port that led to it."""

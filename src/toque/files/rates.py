@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+NOTICEABLE = 1.1  # what is more by less than this is the same
 VALID_S = 30 * 86400.0  # then it is measured again: machines and systems change
 
 
@@ -36,6 +37,15 @@ class RememberedRate:
             return None
         is_fresh = 0 <= time.time() - rate.measured_unix_s < VALID_S
         return rate.per_s if rate.of == self._of and rate.per_s > 0 and is_fresh else None
+
+    def raise_to(self, per_s: float) -> bool:
+        """What was seen later counts if it is clearly more: other programs can make a measurement
+        too low, never too high. Returns whether it did."""
+        known = self.known()
+        if known is not None and per_s <= NOTICEABLE * known:
+            return False
+        self.remember(per_s)
+        return True
 
     def remember(self, per_s: float) -> float:
         """Returns it. Where nothing can be written, it is measured again at the next start."""

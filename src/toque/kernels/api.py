@@ -134,6 +134,33 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Decode:
+    """The commonest step as it comes: one more token for each of n rows, in lists, since numpy's
+    small arrays cost more than a short native loop. n >= 1."""
+
+    ids: list[int]  # [n]: the tokens to be computed
+    rows: list[int]  # [n] of the worker's state, each once
+    positions: list[int]  # [n] of those tokens
+    page_table: Ints  # [rows of the state, most pages]
+    block_size: int
+
+    def batch(self) -> ForwardBatch:
+        """The same as arrays; every token has an output."""
+        n, pages = len(self.ids), self.page_table[self.rows]
+        positions = np.array(self.positions, dtype=np.int32)
+        page = pages[np.arange(n), positions // self.block_size].astype(np.int64)
+        return ForwardBatch(
+            ids=np.array(self.ids, dtype=np.int32),
+            positions=positions,
+            chunk_starts=np.arange(n + 1, dtype=np.int32),
+            context_lens=positions + np.int32(1),
+            page_table=pages,
+            write_at=page * self.block_size + positions % self.block_size,
+            output_rows=np.arange(n, dtype=np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RopeTable:
     """Rotation of dimension pair (i, i + head_dim/2) at each position (the "NeoX" pairing)."""
 
@@ -178,6 +205,10 @@ class Recorded(Protocol):
     def run(self, batch: ForwardBatch) -> Floats:
         """What the recorded calls return for this batch. The array is theirs and holds until the
         next run."""
+
+    def decode(self, step: Decode, sampler: Sampler, known: int) -> list[Sampled]:
+        """`run`, and `sampler.sample` of what it returns, in one call: for rows that may choose any
+        token. Logits from `known` on are padding. A sampler of the same Ops."""
 
 
 Mask = NDArray[np.uint32]  # [words]: token i is allowed where bit i % 32 of word i // 32 is set

@@ -26,16 +26,17 @@ class FleetNumbers:
         self._gauges = gauges
         self._seconds = histograms["kv_transfer_seconds"]
         self._restarts: dict[int, int] = {}  # by engine
+        self._computed: dict[int, int] = {}  # by engine, tokens
         self._kept: dict[int, Kept] = {}  # by engine
         self._seen = Transfers()
         self._bytes = histograms["kv_transfer_size_bytes"]
         self._pages = histograms["kv_transfer_size_pages"]
         for fate in FATES:
             counters["kv_transfer_pages"].labels(fate)
-        for fault in PageFault:
-            counters["kv_transfer_failed_pages"].labels(fault)
         for stage in FETCH_STAGES:
             gauges["num_requests_kv_fetch_by_stage"].labels(stage)
+        for fault in PageFault:
+            counters["kv_transfer_failed_pages"].labels(fault)
 
     def report(self, report: FleetReport, block_size: int) -> None:
         for engine in report.engines:
@@ -43,6 +44,9 @@ class FleetNumbers:
             self._gauges["engine_up"].labels(*labels).set(engine.alive)
             self._gauges["engine_open_requests"].labels(*labels).set(engine.open_requests)
             self._gauges["engine_held_pages"].labels(*labels).set(engine.load.held_pages)
+            computed = engine.computed_tokens - self._computed.get(engine.index, 0)
+            self._computed[engine.index] = engine.computed_tokens
+            self._counters["engine_computed_tokens"].labels(*labels).inc(computed)
             restarts = engine.restarts - self._restarts.get(engine.index, 0)
             self._restarts[engine.index] = engine.restarts
             self._counters["engine_restarts"].labels(*labels).inc(restarts)
@@ -63,15 +67,6 @@ class FleetNumbers:
         if report.last is not None:
             self._fetched(report.last, block_size)
 
-    def _fetched(self, fetched: Fetched, block_size: int) -> None:
-        self._seconds.observe(fetched.seconds)
-        self._bytes.observe(fetched.moved_bytes)
-        self._pages.observe(fetched.moved_pages)
-        asked_pages = fetched.moved_pages + fetched.missing_pages
-        self._counters["external_prefix_cache_queries"].inc(asked_pages * block_size)
-        self._counters["external_prefix_cache_hits"].inc(fetched.moved_pages * block_size)
-        self._counters["kv_failed_transfers"].inc(bool(fetched.failed or fetched.missing_pages))
-
     def _keeps(self, index: int, labels: tuple[str, str], kept: Kept) -> None:
         """What an engine keeps for others; its totals never decrease."""
         seen, self._kept[index] = self._kept.get(index, Kept()), kept
@@ -84,3 +79,13 @@ class FleetNumbers:
         self._counters["kv_transfer_discarded_pages"].inc(discarded)
         rejected = kept.rejected_peers - seen.rejected_peers
         self._counters["engine_rejected_peers"].labels(*labels).inc(rejected)
+
+    def _fetched(self, fetched: Fetched, block_size: int) -> None:
+        self._seconds.observe(fetched.seconds)
+        self._bytes.observe(fetched.moved_bytes)
+        self._pages.observe(fetched.moved_pages)
+        asked_pages = fetched.moved_pages + fetched.missing_pages
+        self._counters["external_prefix_cache_queries"].inc(asked_pages * block_size)
+        self._counters["external_prefix_cache_hits"].inc(fetched.moved_pages * block_size)
+        failed = any(fetched.failed.values()) or fetched.missing_pages > 0
+        self._counters["kv_failed_transfers"].inc(failed)

@@ -219,6 +219,7 @@ SERVER = (
     gauge("engine_up", "1 while this engine of several is there.", "engine", "role"),
     gauge("engine_open_requests", "Requests that an engine has.", "engine", "role"),
     gauge("engine_held_pages", "Pages that an engine's requests hold.", "engine", "role"),
+    counter("engine_computed_tokens", "Tokens run through it.", "engine", "role"),
     counter("engine_restarts", "Engines that were started again.", "engine", "role"),
     spread("event_loop_delay_seconds", "How late the server's event loop wakes up.", STEP_S),
     counter("anomalies", "Reports of the engine whose totals went backwards."),

@@ -17,6 +17,8 @@ fade apart, or an hour of decoding would make the model forget what a prompt cos
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,6 +31,9 @@ PRIOR = 1e-3  # weight of what was measured at start-up
 WIDE = 2.0  # an error beyond so many times the usual one counts in proportion, not squared
 EAGER_STEPS, REFIT_STEPS = 64, 16  # a fit takes a while: after the first steps not after each
 TERMS = 5
+RATE_STEPS, RATE_TOKENS = 9, 32  # a rate is the median of so many steps, each of so many tokens
+# A step's weight, its milliseconds, then what the terms after the first one count.
+Observed = tuple[float, float, int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -78,7 +83,17 @@ class StepCost:
         self._gram = np.zeros((2, TERMS, TERMS))  # by kind: decodes only, with prompts
         self._moment = np.zeros((2, TERMS))
         self._observed = 0
+        self._unread: tuple[list[Observed], list[Observed]] = (
+            [],
+            [],
+        )  # by kind, since the last fit
+        self._rates: deque[float] = deque(maxlen=RATE_STEPS)
         self.error = 0.1  # the usual relative error, of late
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """The usual rate of late steps with prompts; None until there were some."""
+        return statistics.median(self._rates) if len(self._rates) == RATE_STEPS else None
 
     def predicted_ms(self, work: Work) -> float:
         one, tokens, pairs, context, outputs = self._ms
@@ -126,16 +141,29 @@ class StepCost:
         error = abs(expected_ms - measured_ms) / measured_ms
         weight = min(1.0, WIDE * self.error / error) if error > 0 else 1.0
         self.error += 0.02 * (min(error, 1.0) - self.error)
-        terms = (1.0, work.tokens, work.pairs, work.context, work.outputs)
-        x = np.array(terms) / measured_ms  # relative: the aim is x @ ms = 1
-        kind = int(work.prompts)
-        self._gram[kind] *= FADE
-        self._gram[kind] += weight * np.outer(x, x)
-        self._moment[kind] *= FADE
-        self._moment[kind] += weight * x
+        # Folded in when they are needed: numpy's small arrays take longer than all else here.
+        observed = (weight, measured_ms, work.tokens, work.pairs, work.context, work.outputs)
+        self._unread[work.prompts].append(observed)
+        if work.prompts and work.tokens >= RATE_TOKENS:
+            self._rates.append(work.tokens / measured_ms * 1e3)
         self._observed += 1
         if self._observed < EAGER_STEPS or self._observed % REFIT_STEPS == 0:
+            self._fold()
             self._ms = self._fit()
+
+    def _fold(self) -> None:
+        """What was observed joins the sums; older steps fade with each newer one of their kind."""
+        for kind, observed in enumerate(self._unread):
+            if not observed:
+                continue
+            table = np.array(observed)
+            weight = table[:, 0] * FADE ** np.arange(len(table) - 1, -1, -1)  # [steps]
+            x = table[:, 1:] / table[:, 1:2]  # [steps, terms], relative: the aim is x @ ms = 1
+            x[:, 0] = 1.0 / table[:, 1]
+            faded = FADE ** len(table)
+            self._gram[kind] = faded * self._gram[kind] + (weight[:, None] * x).T @ x
+            self._moment[kind] = faded * self._moment[kind] + weight @ x
+            observed.clear()
 
     def _fit(self) -> list[float]:
         """Least squares with no coefficient below zero, pulled a little towards the start."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+import msgspec
+
 from toque.scheduler.cost import Work
 from toque.scheduler.queue import NO_LIMITS, QueueLimits
 from toque.scheduler.sequence import Sequence
@@ -180,7 +182,7 @@ class Totals:
         setattr(self, name, getattr(self, name) + 1)
 
     def counters(self) -> Counters:
-        return Counters(**{name: getattr(self, name) for name in Counters.__struct_fields__})
+        return msgspec.convert(self, Counters, from_attributes=True)
 
 
 def needs_history(request: Request) -> bool:

@@ -11,7 +11,7 @@ long as llguidance's own limits let a monster live, and nobody else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,6 +59,14 @@ class GrammarCheck:
         except RequestError as error:
             raise RequestError(f"'{param}' cannot be used: {error}", param) from None
 
+    async def may_begin(
+        self, grammar: Grammar, texts: Collection[str], hello: Hello, tokenizer: TextTokenizer
+    ) -> bool:
+        """Whether an output of a grammar that has passed `check` may begin with one of these."""
+        async with self._turn:
+            compiler = await self._ready(hello, tokenizer)
+            return await self._run(_may_begin, compiler, grammar, texts)
+
     async def markers(self, hello: Hello, tokenizer: TextTokenizer) -> dict[str, TokenId]:
         """Ids of the marker tokens by text, for grammars that name them."""
         async with self._turn:
@@ -73,6 +81,10 @@ class GrammarCheck:
 
     def _run(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+
+def _may_begin(compiler: Compiler, grammar: Grammar, texts: Collection[str]) -> bool:
+    return any(compiler.may_begin(grammar, text) for text in texts)
 
 
 def _compiler(spellings: Spellings) -> Compiler:

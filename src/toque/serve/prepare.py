@@ -15,18 +15,18 @@ from typing import Literal
 from msgspec import structs
 
 from toque.errors import RequestError
-from toque.serve.call_grammars import grammar_of_calls, is_constrained
 from toque.serve.constraints import constraint
 from toque.serve.conversation import chat_conversation
 from toque.serve.failures import short
 from toque.serve.formats import Formats
+from toque.serve.held import held_to
 from toque.serve.offer import NO_OFFER, Offer
 from toque.serve.params import bad_words, check_choice_left, sampling_params
 from toque.serve.prompts import Prompt, chat_prompt, completion_prompts
 from toque.serve.schema import ChatBody, CompletionBody, EmbeddingBody, Sampling, StreamOptions
 from toque.serve.service import Service
 from toque.serve.thinking import thinking_budget
-from toque.serve.tools.output import PLAIN, REASONING_PARSERS, Format
+from toque.serve.tools.output import PLAIN, Calls, Format
 from toque.types import Grammar, Request, SamplingParams, Slo, ThinkingBudget
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -98,6 +98,7 @@ class Asked:
     show: Show
     offer: Offer = NO_OFFER
     grammar: Grammar | None = None
+    calls: Calls = "anywhere"
     thinking: ThinkingBudget | None = None
 
 
@@ -134,18 +135,17 @@ async def chat_job(
     service.model_name(hello, body.model)
     conversation = chat_conversation(body, service.options.allow_unknown_fields)
     prompt = await chat_prompt(service, hello, tokenizer, body, conversation)
-    grammar, prompt = await chat_grammar(
-        service, body, conversation.offer, prompt, constraint(body)
-    )
+    held = await held_to(service, body, conversation.offer, prompt, constraint(body))
     asked = Asked(
         kind="chatcmpl",
-        prompts=[prompt],
+        prompts=[held.prompt],
         max_tokens=_chat_limit(body),
         logprobs=_chat_logprobs(body),
         show=replace(_show(body), reasoning=body.include_reasoning is not False),
         offer=conversation.offer,
-        grammar=grammar,
-        thinking=await thinking_budget(service, body.thinking_token_budget, prompt),
+        grammar=held.grammar,
+        calls=held.calls,
+        thinking=await thinking_budget(service, body.thinking_token_budget, held.prompt),
     )
     return make_job(service, body, asked, Arrival(arrived_s, slo))
 
@@ -158,41 +158,6 @@ async def _grammar(service: Service, body: Sampling) -> Grammar | None:
     grammar, param = found
     await service.grammars.check(grammar, param, *service.require_ready())
     return grammar
-
-
-async def chat_grammar(
-    service: Service,
-    body: Sampling,
-    offer: Offer,
-    prompt: Prompt,
-    found: tuple[Grammar, str] | None,
-) -> tuple[Grammar | None, Prompt]:
-    """The same of a chat, whose body asks for `found`: there calls may be asked for too, and
-    reasoning comes first; and the prompt, after which reasoning is now certain where it may come.
-
-    Raises RequestError."""
-    hello, tokenizer = service.require_ready()
-    formats = service.formats(tokenizer)
-    tags = REASONING_PARSERS[formats.reasoning] if formats.reasoning else None
-    after = tags[1] if tags and prompt.thinking != "closed" else ""
-    if found is not None and offer.shown:
-        raise RequestError(
-            f"'{found[1]}' with tools that may or must be called is not supported; use it with "
-            "'tool_choice': 'none'",
-            found[1],
-        )
-    if is_constrained(offer):
-        if body.ignore_eos:
-            raise RequestError(
-                "'ignore_eos' with calls that are enforced is not supported", "ignore_eos"
-            )
-        markers = await service.grammars.markers(hello, tokenizer)
-        found = grammar_of_calls(offer, formats, after, markers), "tools"
-    if found is None:
-        return None, prompt
-    grammar = structs.replace(found[0], after=after)
-    await service.grammars.check(grammar, found[1], hello, tokenizer)
-    return grammar, replace(prompt, thinking="open" if after else prompt.thinking)
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -293,7 +258,8 @@ def _form(formats: Formats, asked: Asked) -> Format:
         return PLAIN
     offered = asked.offer
     return Format(
-        tools=formats.tools if offered.tools else None,
+        tools=formats.tools if offered.tools and asked.calls != "never" else None,
+        calls=asked.calls,
         schemas=offered.schemas,
         may_call=offered.mode != "none",
         parallel=offered.parallel and offered.mode != "named",
@@ -303,9 +269,9 @@ def _form(formats: Formats, asked: Asked) -> Format:
 
 def _check_grammar_size(grammar: Grammar | None, sequences: int) -> None:
     """Every sequence carries its grammar to the engine."""
-    if grammar is not None and len(grammar.text) * sequences > MAX_CALL_GRAMMAR_CHARS:
+    if grammar is not None and grammar.num_chars * sequences > MAX_CALL_GRAMMAR_CHARS:
         raise RequestError(
-            f"a grammar of {len(grammar.text)} characters for {sequences} sequences is too much "
+            f"a grammar of {grammar.num_chars} characters for {sequences} sequences is too much "
             f"for one request; at most {MAX_CALL_GRAMMAR_CHARS} characters altogether",
             "n",
         )

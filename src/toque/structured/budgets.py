@@ -39,6 +39,9 @@ class Budgets:
             output = output[thought.forced_from or 0 :]
         self._inner.begin(_with_output(setup, output))
 
+    def free(self, rows: Sequence[int]) -> bool:
+        return self._rows.keys().isdisjoint(rows) and self._inner.free(rows)
+
     def mask(self, row: int) -> Mask | None:
         """Raises GrammarError."""
         _, thought = self._rows.get(row, (None, None))

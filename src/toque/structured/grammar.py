@@ -38,6 +38,9 @@ MAX_CHOICES = 4096
 CACHED_CHARS = 4 << 20  # of grammar text; a compiled one takes some fifty times as much
 # Between two tokens of JSON. The bound keeps a weak model from writing blanks for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Tokens that are free text of some length get their part of a mask at once, made with the index.
+# None for blanks: theirs only helps where they are not bounded.
+SLICES = tuple(rf'[^"\\\x00-\x1F\x7F]{length}' for length in ("{1,10}", "{1,30}", "+"))
 # No \uXXXX: in other letters an additional key could be a declared one, and a string could hold
 # half a surrogate pair. Every character but some control ones can be written as itself.
 _OPTIONS = {
@@ -83,7 +86,7 @@ class Compiler:
         )
         # In two parts, because each holds the interpreter's lock to its end.
         trie = llguidance.LLTokenizer(wrapped, eos_token=ends, slices=[])
-        self._tokenizer: LLTokenizer = trie.with_slices(trie.json_slices())
+        self._tokenizer: LLTokenizer = trie.with_slices(list(SLICES))
         self.markers = markers_of(spellings)
         self._shown = spellings.shown
         self._lock = threading.Lock()
@@ -110,14 +113,14 @@ class Compiler:
         made = self._compile(grammar)
         with self._lock:
             if self._compiled.setdefault(grammar, made) is made:
-                self._cached_chars += len(grammar.text)
+                self._cached_chars += grammar.num_chars
             while self._cached_chars > CACHED_CHARS and len(self._compiled) > 1:
                 old, _ = self._compiled.popitem(last=False)
-                self._cached_chars -= len(old.text)
+                self._cached_chars -= old.num_chars
         return made.deep_copy()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        if grammar.num_chars > MAX_GRAMMAR_CHARS:
             raise GrammarError(f"it has more than {MAX_GRAMMAR_CHARS} characters")
         matcher = self._built(grammar)
         if matcher.is_error():
@@ -145,6 +148,16 @@ class Compiler:
                     if self._reads(key.deep_copy(), json.dumps(name, ensure_ascii=False)):
                         message = f"a pattern of 'patternProperties' matches {name[:64]!r}"
                         raise SchemaError(place, f"{message}, which is declared: not supported")
+
+    def may_begin(self, grammar: Grammar, text: str) -> bool:
+        """Whether an output may: with these letters, or with the marker token of that text.
+        Raises GrammarError."""
+        marker = self.markers.get(text)
+        spelled = [self._tokenizer.greedy_tokenize(text), [] if marker is None else [marker]]
+        return any(
+            bool(ids) and self.matcher(grammar).try_consume_tokens(ids) == len(ids)
+            for ids in spelled
+        )
 
     def _reads(self, matcher: LLMatcher, text: str) -> bool:
         tokens = self._tokenizer.greedy_tokenize(text)
@@ -196,16 +209,23 @@ def _source(grammar: Grammar, markers: Mapping[str, TokenId], shown: Collection[
     The outer grammar also switches llguidance's forcing off: where only one text can follow, it
     would allow one spelling of it alone, which it asks of an encoder that is not here.
     """
-    inner = {"name": "inner", **_INNER[grammar.kind](grammar.text)}
-    outer = _after(grammar.after, markers, shown) if grammar.after else "start: @inner"
+    grammars = [{"name": "inner", **_INNER[grammar.kind](grammar.text)}]
+    wanted = "@inner"
+    if grammar.calls:
+        grammars.append({"name": "calls", "lark_grammar": grammar.calls})
+        wanted = "(@inner | @calls)"
+    after = _after(grammar.after, wanted, markers, shown)
+    outer = after if grammar.after else f"start: {wanted}"
     plain = '%llguidance {"no_forcing": true}\n'
-    return json.dumps({"grammars": [{"lark_grammar": plain + outer}, inner]})
+    return json.dumps({"grammars": [{"lark_grammar": plain + outer}, *grammars]})
 
 
-def _after(boundary: str, markers: Mapping[str, TokenId], shown: Collection[TokenId]) -> str:
+def _after(
+    boundary: str, wanted: str, markers: Mapping[str, TokenId], shown: Collection[TokenId]
+) -> str:
     others = ",".join(str(i) for i in shown if i != markers.get(boundary))
     before = f"(TEXT <[{others}]>)* " if others else ""
-    return f"""start: {before}free NEWLINES @inner
+    return f"""start: {before}free NEWLINES {wanted}
 free: {until("boundary", boundary, markers)}
 boundary[lazy]: TEXT {quoted(boundary)}
 TEXT: /(?s:.*)/

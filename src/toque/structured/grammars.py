@@ -41,8 +41,8 @@ class Grammars:
         """Whether it may be taken in use now: what is compiled must not fill the memory."""
         if grammar in self._in_use or not self._in_use:
             return True
-        chars = sum(len(used.text) for used in self._in_use)
-        return chars + len(grammar.text) <= CACHED_CHARS
+        chars = sum(used.num_chars for used in self._in_use)
+        return chars + grammar.num_chars <= CACHED_CHARS
 
     def take(self, request_id: str, grammar: Grammar) -> Future[LLMatcher]:
         """Compile it, unless it is; kept until `release`. The future is done when it is usable,

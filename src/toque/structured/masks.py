@@ -9,6 +9,7 @@ waited for before its token is accepted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -50,6 +51,9 @@ class Masks:
         if output and not matcher.consume_tokens(list(output)):
             raise GrammarError("the output so far no longer matches the grammar")
         return _next(_Matched(matcher, np.empty(self._grammars.num_words, dtype=np.uint32)))
+
+    def free(self, rows: Sequence[int]) -> bool:
+        return self._rows.keys().isdisjoint(rows)
 
     def mask(self, row: int) -> Mask | None:
         matched = self._rows.get(row)

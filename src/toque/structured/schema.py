@@ -80,6 +80,26 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"/{keyword}", schema[keyword]
 
 
+def moved(schema: Any, place: str) -> Any:
+    """The same schema for a place inside another one (`#/…`): its references go with it."""
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        out["$ref"] = place + target[1:]
+    for keyword in _MAPS:
+        if isinstance(found := schema.get(keyword), dict):
+            out[keyword] = {name: moved(child, place) for name, child in found.items()}
+    for keyword in _LISTS:
+        if isinstance(found := schema.get(keyword), list):
+            out[keyword] = [moved(child, place) for child in found]
+    for keyword in _SINGLES:
+        if keyword in schema:
+            out[keyword] = moved(schema[keyword], place)
+    return out
+
+
 def _check_depth(schema: Any) -> None:
     level = [schema]
     for _ in range(MAX_DEPTH):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from toque.kernels.api import ForwardBatch, Ints
+from toque.kernels.api import Decode, ForwardBatch, Ints
 from toque.types import Chunk
 from toque.worker.state import DeviceState
 
@@ -16,6 +16,20 @@ def build_batch(chunks: Sequence[Chunk], state: DeviceState) -> ForwardBatch:
     if all(chunk.num_tokens == 1 for chunk in chunks):
         return batch_of_ones(chunks, state)
     return batch_of_any(chunks, state)
+
+
+def decode_of(chunks: Sequence[Chunk], state: DeviceState) -> Decode | None:
+    """The chunks as a Decode; None if one of them is more than a token that chooses the next."""
+    for chunk in chunks:
+        if chunk.num_tokens != 1 or not chunk.sample or chunk.targets or chunk.pooled:
+            return None
+    return Decode(
+        [chunk.tokens[0] if chunk.tokens else state.last_token[chunk.row] for chunk in chunks],
+        [chunk.row for chunk in chunks],
+        [chunk.start for chunk in chunks],
+        state.page_table,
+        state.block_size,
+    )
 
 
 def batch_of_any(chunks: Sequence[Chunk], state: DeviceState) -> ForwardBatch:

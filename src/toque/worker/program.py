@@ -14,8 +14,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from toque.kernels.api import Floats, ForwardBatch, LayerKV, Ops, Recorded
+from toque.kernels.api import Decode, Floats, ForwardBatch, LayerKV, Ops, Recorded, Sampler
 from toque.model.dense import DenseDecoder
+from toque.types import Sampled
 
 Part = TypeVar("Part")
 
@@ -31,6 +32,11 @@ class Program:
 
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
         return self._program("forward", kv).run(batch)
+
+    def decode(
+        self, step: Decode, kv: Sequence[LayerKV], sampler: Sampler, known: int
+    ) -> list[Sampled]:
+        return self._program("forward", kv).decode(step, sampler, known)
 
     def hidden(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
         return self._program("hidden", kv).run(batch)

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from toque.errors import NOT_NUMBERS, EngineError, ToqueError
-from toque.kernels.api import Floats, ForwardBatch, LayerKV, Mask
+from toque.kernels.api import Decode, Floats, ForwardBatch, LayerKV, Mask, Sampler
 from toque.types import (
     Chunk,
     Logprob,
@@ -26,12 +26,13 @@ from toque.types import (
     StepResult,
     TokenId,
 )
-from toque.worker.batch import build_batch
+from toque.worker.batch import build_batch, decode_of
 from toque.worker.state import DeviceState
 
 log = logging.getLogger(__name__)
 
 PROBES, PROBES_S = 3, 0.6  # how often the prefill is measured, and until when
+VOCABULARY = 1 << 31  # more than any has
 SCORE_ROWS = 64  # logits of prompt tokens that are held at a time
 
 
@@ -42,6 +43,11 @@ class Model(Protocol):
     def hidden(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Floats:
         """`forward` in two parts: the states [outputs, hidden] …"""
 
+    def decode(
+        self, step: Decode, kv: Sequence[LayerKV], sampler: Sampler, known: int
+    ) -> list[Sampled]:
+        """`forward` and `sampler.sample` at once, where a step allows it: see Recorded.decode."""
+
     def logits(self, hidden: Floats) -> Floats:
         """… and their logits, [rows, hidden] -> [rows, vocab]."""
 
@@ -51,6 +57,9 @@ class Constraints(Protocol):
 
     def begin(self, setup: RowSetup) -> None:
         """A sequence takes a row, with the output that it may have had already."""
+
+    def free(self, rows: Sequence[int]) -> bool:
+        """Nothing needs to be asked or told about any of these rows."""
 
     def mask(self, row: int) -> Mask | None:
         """What the row may choose next; None = anything. Raises ToqueError for the client."""
@@ -63,6 +72,9 @@ class Unconstrained:
     """Constraints of an engine without grammars."""
 
     def begin(self, setup: RowSetup) -> None: ...
+
+    def free(self, rows: Sequence[int]) -> bool:
+        return True
 
     def mask(self, row: int) -> Mask | None:
         return None
@@ -94,6 +106,22 @@ class Worker:
         return StepResult(step=plan.step, sampled=tuple(self._compute(plan.chunks)))
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Sampled]:
+        """In one native call if all chunks decode and nothing binds their rows. If that call fails,
+        `_compute_in_parts` finds out whose fault it is."""
+        step = decode_of(chunks, self._state)
+        if step is None or not self._constraints.free(step.rows):
+            return self._compute_in_parts(chunks)
+        try:
+            sampled = self._model.decode(
+                step, self._state.kv, self._state.sampler, self._known_tokens or VOCABULARY
+            )
+        except Exception:  # noqa: BLE001  it comes again, alone, and is told there
+            return self._compute_in_parts(chunks)
+        for entry in sampled:
+            self._state.last_token[entry.row] = entry.token
+        return sampled
+
+    def _compute_in_parts(self, chunks: Sequence[Chunk]) -> list[Sampled]:
         """Forward and sample. If the batch fails, each chunk is tried alone, so that whatever is
         wrong with one stays there. Trying again is harmless: K and V are written to the same
         places with the same values, and random numbers hang on positions, not on tries."""
@@ -108,7 +136,7 @@ class Worker:
                 return [
                     Sampled(row=chunks[0].row, error=f"the model failed: {type(error).__name__}")
                 ]
-            return [sampled for chunk in chunks for sampled in self._compute([chunk])]
+            return [sampled for chunk in chunks for sampled in self._compute_in_parts([chunk])]
         if scoring:
             return self._score_and_sample(chunks, rows)
         self._forget_padding(rows)

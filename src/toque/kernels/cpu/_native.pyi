@@ -126,19 +126,34 @@ class Backend:
         output_rows: Ints,
         result: Floats,
     ) -> None: ...
+    def decode(
+        self,
+        recording: Recording,
+        ids: list[int],
+        rows: list[int],
+        positions: list[int],
+        page_table: Ints,
+        result: Floats,
+        samplers: list[RowSampler | None],
+        known: int,
+    ) -> list[Chosen]:
+        """`run` for one more token of each row, then `sample` without masks; logits from `known` on
+        are padding."""
+
     def sample(
         self,
         logits: Floats,
         samplers: list[RowSampler | None],
         positions: list[int],
         masks: list[Mask | None],
-    ) -> list[tuple[int, int, Logprobs | None]]:
-        """(outcome, token, logprobs) per row; the samplers remember the tokens."""
+    ) -> list[Chosen]:
+        """One per row; the samplers remember the tokens."""
 
     def score(self, logits: Floats, targets: list[int], num_top: int) -> list[Logprobs | None]: ...
 
 # chosen, rank, ((token, logprob), ...)
 Logprobs = tuple[float, int, tuple[tuple[int, float], ...]]
+Chosen = tuple[int, int, Logprobs | None]  # outcome, token
 
 def uniform(seed: int, choice: int, position: int) -> float: ...
 

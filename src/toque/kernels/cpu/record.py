@@ -15,6 +15,7 @@ import numpy as np
 
 from toque.kernels.api import (
     QKV,
+    Decode,
     Floats,
     ForwardBatch,
     Ints,
@@ -28,13 +29,15 @@ from toque.kernels.api import (
     Sampler,
 )
 from toque.kernels.cpu import _native
-from toque.types import StoredTensor
+from toque.kernels.cpu.sampler import CpuSampler, sampled
+from toque.types import Sampled, StoredTensor
 
 NOBODY = np.zeros(0, dtype=np.int32)
 
 
 class CpuProgram:
-    """What `trace` does on a batch, as one native call per batch."""
+    """What `trace` does on a batch, as one native call per batch, sampling included where no row
+    needs Python before it."""
 
     def __init__(
         self, backend: _native.Backend, trace: Callable[[Ops, ForwardBatch], Floats]
@@ -49,10 +52,7 @@ class CpuProgram:
         self._room: Floats = np.empty((0, self._width), dtype=np.float32)  # [rows, width]
 
     def run(self, batch: ForwardBatch) -> Floats:
-        rows = len(batch.output_rows if self._per_output else batch.ids)
-        if rows > len(self._room):  # fresh memory for every step would cost its page faults
-            self._room = np.empty((rows, self._width), dtype=np.float32)
-        result = self._room[:rows]
+        result = self._result(len(batch.output_rows if self._per_output else batch.ids))
         self._backend.run(
             self._recording,
             batch.ids,
@@ -65,6 +65,26 @@ class CpuProgram:
             result,
         )
         return result
+
+    def decode(self, step: Decode, sampler: Sampler, known: int) -> list[Sampled]:
+        samplers = cast(CpuSampler, sampler)
+        rows = step.rows
+        chosen = self._backend.decode(
+            self._recording,
+            step.ids,
+            rows,
+            step.positions,
+            step.page_table,
+            self._result(len(rows)),
+            samplers.of(rows),
+            known,
+        )
+        return sampled(rows, chosen)
+
+    def _result(self, rows: int) -> Floats:  # [rows, width]
+        if rows > len(self._room):  # fresh memory for every step would cost its page faults
+            self._room = np.empty((rows, self._width), dtype=np.float32)
+        return self._room[:rows]
 
 
 class Recorder:

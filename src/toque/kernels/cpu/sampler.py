@@ -35,17 +35,25 @@ class CpuSampler:
         positions: Sequence[int],
         masks: Sequence[Mask | None],
     ) -> list[Sampled]:
-        samplers = [self._rows[row] for row in rows]
-        chosen = self._backend.sample(logits, samplers, list(positions), list(masks))
-        return [
-            Sampled(row=row, token=token, logprob=logprob_of(found), error=ERRORS[outcome])
-            for row, (outcome, token, found) in zip(rows, chosen, strict=True)
-        ]
+        chosen = self._backend.sample(logits, self.of(rows), list(positions), list(masks))
+        return sampled(rows, chosen)
+
+    def of(self, rows: Sequence[int]) -> list[_native.RowSampler | None]:
+        """The extension's samplers of these rows; None where none was set up."""
+        own = self._rows
+        return [own[row] for row in rows]
 
     def score(
         self, logits: Floats, targets: Sequence[TokenId], num_top: int
     ) -> list[Logprob | None]:
         return [logprob_of(row) for row in self._backend.score(logits, list(targets), num_top)]
+
+
+def sampled(rows: Sequence[int], chosen: Sequence[_native.Chosen]) -> list[Sampled]:
+    return [
+        Sampled(row=row, token=token, logprob=logprob_of(found), error=ERRORS[outcome])
+        for row, (outcome, token, found) in zip(rows, chosen, strict=True)
+    ]
 
 
 def logprob_of(found: _native.Logprobs | None) -> Logprob | None:

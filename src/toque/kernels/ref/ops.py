@@ -14,6 +14,7 @@ import numpy as np
 
 from toque.kernels.api import (
     QKV,
+    Decode,
     Floats,
     ForwardBatch,
     Ints,
@@ -24,11 +25,12 @@ from toque.kernels.api import (
     PagedKV,
     RopeTable,
     RotatedBias,
+    Sampler,
 )
 from toque.kernels.ref import pages
 from toque.kernels.ref.dequantize import dequantize
 from toque.kernels.ref.sampler import RefSampler
-from toque.types import StoredTensor
+from toque.types import Sampled, StoredTensor
 
 
 class RefOps:
@@ -127,6 +129,12 @@ class Unrecorded:
 
     def run(self, batch: ForwardBatch) -> Floats:
         return self.trace(self.ops, batch)
+
+    def decode(self, step: Decode, sampler: Sampler, known: int) -> list[Sampled]:
+        logits = self.run(step.batch())  # [n, vocab]
+        logits[:, known:] = -np.inf
+        after = [position + 1 for position in step.positions]
+        return sampler.sample(logits, step.rows, after, [None] * len(after))
 
 
 def array(matrix: Matrix) -> Floats:

@@ -17,10 +17,11 @@ from toque.serve.classes import slo_of
 from toque.serve.constraints import constraint
 from toque.serve.conversation import Conversation, template_variables
 from toque.serve.failures import FailedCall, Failure, short
+from toque.serve.held import held_to
 from toque.serve.keys import key_of
 from toque.serve.offer import offer
 from toque.serve.openai import body_of, read_json
-from toque.serve.prepare import Arrival, Asked, Job, Show, chat_grammar, make_job
+from toque.serve.prepare import Arrival, Asked, Job, Show, make_job
 from toque.serve.prompts import chat_prompt
 from toque.serve.responses.body import check_labels, effort_of, format_of
 from toque.serve.responses.items import as_items, messages_of
@@ -136,12 +137,10 @@ async def _job(
     other = constraint(sampling)
     if wanted is not None and other is not None:
         raise RequestError(f"'text.format' and '{other[1]}' exclude each other", other[1])
-    grammar, prompt = await chat_grammar(
-        service, sampling, conversation.offer, prompt, wanted or other
-    )
+    held = await held_to(service, sampling, conversation.offer, prompt, wanted or other)
     asked = Asked(
         kind="resp",
-        prompts=[prompt],
+        prompts=[held.prompt],
         max_tokens=body.max_output_tokens,
         logprobs=None,
         show=Show(
@@ -151,8 +150,9 @@ async def _job(
             tokens_as_ids=False,
         ),
         offer=conversation.offer,
-        grammar=grammar,
-        thinking=await thinking_budget(service, body.thinking_token_budget, prompt),
+        grammar=held.grammar,
+        calls=held.calls,
+        thinking=await thinking_budget(service, body.thinking_token_budget, held.prompt),
     )
     return make_job(service, sampling, asked, arrival), conversation
 

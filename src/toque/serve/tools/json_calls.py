@@ -9,7 +9,8 @@ tokenizer v3 (a list) and v11 (name and arguments) on (https://docs.mistral.ai/,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from toque.serve.tools import json_value
@@ -19,6 +20,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON = "<|python_tag|>"
 _MISTRAL, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _MAX_NAME_CHARS = 128
+_JSON_BLANKS = (" ", "\t", "\r", "\n")
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
 
 Body = Callable[[Sink, str], Steps[str]]
@@ -32,14 +34,19 @@ def attempt(sink: Sink, c: str, body: Body, quiet: bool = False) -> Steps[str]:
         return sink.recover(str(why), quiet)
 
 
-def hermes(sink: Sink, c: str) -> Steps[None]:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`"""
+def marked(sink: Sink, c: str, bodies: Mapping[str, Body]) -> Steps[None]:
+    """Text, and after each of the marks a call, which its body reads."""
     while True:
-        marker, c = yield from until(sink, c, (_OPEN,), sink.text)
+        marker, c = yield from until(sink, c, tuple(bodies), sink.text)
         if marker is None:
             return
         sink.suspect(marker)
-        c = yield from attempt(sink, c, _tagged)
+        c = yield from attempt(sink, c, bodies[marker])
+
+
+def hermes(sink: Sink, c: str) -> Steps[None]:
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`"""
+    yield from marked(sink, c, {_OPEN: _tagged})
 
 
 def _tagged(sink: Sink, c: str) -> Steps[str]:
@@ -69,12 +76,7 @@ def llama(sink: Sink, c: str) -> Steps[None]:
     if c == "{":
         sink.suspect("")
         c = yield from attempt(sink, c, _bare, quiet=True)
-    while True:
-        marker, c = yield from until(sink, c, (_PYTHON,), sink.text)
-        if marker is None:
-            return
-        sink.suspect(marker)
-        c = yield from attempt(sink, c, _objects)
+    yield from marked(sink, c, {_PYTHON: _objects})
 
 
 def _say_blanks(sink: Sink, c: str) -> Steps[str]:
@@ -88,10 +90,10 @@ def _bare(sink: Sink, c: str) -> Steps[str]:
     return (yield from _objects(sink, c, bare=True))
 
 
-def _objects(sink: Sink, c: str, bare: bool = False) -> Steps[str]:
+def _objects(sink: Sink, c: str, separator: str = ";", bare: bool = False) -> Steps[str]:
     c = yield from call_object(sink, (yield from blanks(c)), bare)
     c = yield from _say_blanks(sink, c)
-    while c == ";":
+    while c == separator:
         sink.suspect("")
         c = yield from blanks((yield))
         c = yield from call_object(sink, c)
@@ -99,14 +101,28 @@ def _objects(sink: Sink, c: str, bare: bool = False) -> Steps[str]:
     return c
 
 
+def bare_head(c: str, names: Collection[str]) -> Steps[str]:
+    """Reads `{"name": "<one of them>", "parameters":` and white space of JSON. Raises Malformed at
+    the first letter that differs, so an answer is held up no longer than it could be a call."""
+    while c in _JSON_BLANKS:
+        c = yield
+    c = yield from blanks((yield from literal(c, "{")))
+    c = yield from blanks((yield from literal(c, '"name"')))
+    c = yield from blanks((yield from literal(c, ":")))
+    quoted, held = [json.dumps(name) for name in names], ""
+    while held not in quoted:
+        held += c
+        if not any(name.startswith(held) for name in quoted):
+            raise Malformed("it names no tool")
+        c = yield
+    c = yield from blanks((yield from literal((yield from blanks(c)), ",")))
+    c = yield from blanks((yield from literal(c, '"parameters"')))
+    return (yield from literal(c, ":"))
+
+
 def mistral(sink: Sink, c: str) -> Steps[None]:
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` or `[TOOL_CALLS]name[ARGS]{…}`"""
-    while True:
-        marker, c = yield from until(sink, c, (_MISTRAL,), sink.text)
-        if marker is None:
-            return
-        sink.suspect(marker)
-        c = yield from attempt(sink, c, _mistral_calls)
+    yield from marked(sink, c, {_MISTRAL: _mistral_calls})
 
 
 def _mistral_calls(sink: Sink, c: str) -> Steps[str]:
@@ -115,13 +131,9 @@ def _mistral_calls(sink: Sink, c: str) -> Steps[str]:
         return (yield from call_object(sink, c))
     if c != "[":
         return (yield from _named(sink, c))
-    c = yield from blanks((yield))
-    c = yield from blanks((yield from call_object(sink, c)))
-    while c == ",":
-        sink.suspect("")
-        c = yield from blanks((yield))
-        c = yield from blanks((yield from call_object(sink, c)))
-    return (yield from literal(c, "]"))
+    c = yield from literal((yield from _objects(sink, (yield), ",")), "]")
+    sink.border()
+    return c
 
 
 def _named(sink: Sink, c: str) -> Steps[str]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from toque.serve.tools import json_calls
-from toque.serve.tools.machine import Machine, Reader, Sink, Steps, until
+from toque.serve.tools.machine import Machine, Malformed, Reader, Sink, Steps, literal, until
 from toque.serve.tools.parts import Kind, Part, merged
 from toque.serve.tools.xml_calls import Schemas, qwen_xml
 
@@ -19,6 +20,14 @@ TOOL_PARSERS: Mapping[str, Callable[[Schemas], Reader]] = {
     "qwen3_coder": qwen_xml,
     "llama3_json": lambda schemas: json_calls.llama,
     "mistral": lambda schemas: json_calls.mistral,
+}
+Head = Callable[[str], Steps[str]]  # reads what only a call begins with, or raises Malformed
+# Of an answer that is calls or else text of some form, how calls begin.
+_HEADS: Mapping[str, Callable[[Schemas], Head]] = {
+    "hermes": lambda schemas: lambda c: _mark(c, "<tool_call>"),
+    "qwen3_coder": lambda schemas: lambda c: _mark(c, "<tool_call>"),
+    "llama3_json": lambda schemas: lambda c: json_calls.bare_head(c, schemas),
+    "mistral": lambda schemas: lambda c: _mark(c, "[TOOL_CALLS]"),
 }
 # Control tokens that the formats are made of: they reach the parser though they are not text.
 TOOL_MARKERS: Mapping[str, tuple[str, ...]] = {
@@ -34,12 +43,17 @@ REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
 }
 
 
+# "first": the answer is calls or text, by its beginning, and text with marks in it is still text.
+Calls = Literal["anywhere", "first", "never"]
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """How the answers to one call are written and read."""
 
     tools: str | None = None  # a name of TOOL_PARSERS; None: calls are text
     schemas: Schemas = field(default_factory=dict)
+    calls: Calls = "anywhere"
     may_call: bool = True
     parallel: bool = True
     reasoning: str | None = None  # a name of REASONING_PARSERS
@@ -92,7 +106,11 @@ class OutputParser:
 
 
 def _reader(form: Format) -> Reader:
-    rest = TOOL_PARSERS[form.tools](form.schemas) if form.tools else _plain
+    rest: Reader = _plain
+    if form.tools and form.calls != "never":
+        rest = TOOL_PARSERS[form.tools](form.schemas)
+        if form.calls == "first":
+            rest = _either(_HEADS[form.tools](form.schemas), rest)
     if form.reasoning is None:
         return rest
     opening, closing = REASONING_PARSERS[form.reasoning]
@@ -101,6 +119,34 @@ def _reader(form: Format) -> Reader:
 
 def _plain(sink: Sink, c: str) -> Steps[None]:
     yield from until(sink, c, (), sink.text)
+
+
+def _mark(c: str, mark: str) -> Steps[str]:
+    """After two line breaks at most, which may stand behind the reasoning."""
+    for _ in range(2):
+        if c == "\n":
+            c = yield
+    return (yield from literal(c, mark))
+
+
+def _either(head: Head, calls: Reader) -> Reader:
+    """Calls, if the answer begins as they do; else text."""
+
+    def read(sink: Sink, c: str) -> Steps[None]:
+        held, steps, reader = "", head(c), calls
+        try:
+            next(steps)
+            while True:
+                held += c
+                c = yield
+                steps.send(c)
+        except Malformed:
+            reader = _plain
+        except StopIteration:
+            pass
+        yield from _replayed(reader, sink, held, c)
+
+    return read
 
 
 def _thinking(opening: str, closing: str, begun: bool, rest: Reader) -> Reader:

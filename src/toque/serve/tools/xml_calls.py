@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from toque.serve.tools.json_calls import attempt, closing
+from toque.serve.tools.json_calls import closing, marked
 from toque.serve.tools.machine import END, Malformed, Reader, Sink, Steps, blanks, literal, until
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -40,12 +40,7 @@ def qwen_xml(schemas: Schemas) -> Reader:
     """The reader for these tools. Answers without `<tool_call>` begin with `<function=`."""
 
     def read(sink: Sink, c: str) -> Steps[None]:
-        while True:
-            marker, c = yield from until(sink, c, (_OPEN, _FUNCTION), sink.text)
-            if marker is None:
-                return
-            sink.suspect(marker)
-            c = yield from attempt(sink, c, body if marker == _OPEN else function)
+        yield from marked(sink, c, {_OPEN: body, _FUNCTION: function})
 
     def body(sink: Sink, c: str) -> Steps[str]:
         c = yield from literal((yield from blanks(c)), _FUNCTION)

@@ -65,14 +65,14 @@ export class Engines {
 
   transfers(fleet) {
     const t = fleet.transfers;
-    const others = (t.failed.stale || 0) + (t.failed.late || 0) + (t.failed.lost || 0);
     const handed = fleet.engines.some((engine) => engine.role === "prefill");
     const rows = [["requests moved", count(t.moves), 0]];
     if (handed) {
       rows.push(["pages moved", count(t.moved_pages), 0], ["bytes moved", amount(t.moved_bytes), 0]);
       rows.push(["hand-overs", count(t.fetches), 0], ["time of one", duration(t.fetches ? (1e3 * t.seconds) / t.fetches : null), 0]);
       rows.push(["time of all", duration(1e3 * t.seconds), 0], ["pages there already", count(t.cached_pages), 0]);
-      rows.push(["pages corrupt", count(t.failed.corrupt || 0), t.failed.corrupt], ["pages stale, late or lost", count(others), others], ["pages recomputed", count(t.missing_pages), 0]);
+      rows.push(["verification failures", count(t.failed.corrupt || 0), t.failed.corrupt], failures(t.failed));
+      rows.push(["pages recomputed", count(t.missing_pages), 0]);
       rows.push(...leases(fleet.engines));
     }
     $("transfers").replaceChildren(
@@ -81,17 +81,20 @@ export class Engines {
   }
 }
 
-/** What is told of pages kept for others, whatever of it there is: ages in seconds, or a number. */
+/** Prompts whose pages an engine keeps for another one that has not taken them all yet. */
 function leases(engines) {
   const rows = [];
-  for (const engine of engines) {
-    const told = Object.entries({ ...engine.load, ...engine, ...engine.kept }).filter(([name]) => name.includes("lease"));
-    for (const [name, value] of told) {
-      const values = [value].flat().filter((one) => typeof one === "number");
-      if (!values.length || (engine.role === "decode" && !Math.max(...values))) continue;
-      const said = name.replace(/_s$/, "").replaceAll("_", " ") + " · engine " + engine.index;
-      rows.push([said, name.endsWith("_s") ? duration(1e3 * Math.max(...values)) : count(Math.max(...values)), 0]);
-    }
+  for (const { index, role, kept } of engines) {
+    if (role === "decode" && !kept.leases) continue;
+    rows.push(["leases · engine " + index, count(kept.leases), 0], ["oldest lease · engine " + index, duration(1e3 * kept.oldest_lease_s), 0]);
+    rows.push(["leases expired · engine " + index, count(kept.expired), kept.expired]);
   }
   return rows;
+}
+
+/** Pages that were asked for and not used, by reason. */
+function failures(failed) {
+  const total = Object.values(failed).reduce((sum, pages) => sum + pages, 0);
+  const reasons = Object.entries(failed).filter(([, pages]) => pages).map(([reason, pages]) => count(pages) + " " + reason);
+  return ["pages not used", reasons.join(", ") || "0", total];
 }
