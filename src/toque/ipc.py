@@ -9,6 +9,7 @@ in a folder that only this user may enter. Never pickle: decoding yields declare
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import select
 from collections import deque
@@ -203,6 +204,27 @@ async def next_word(socket: zmq.asyncio.Socket, gone: asyncio.Future[str]) -> by
     return incoming.result()
 
 
+def monitor_of(socket: zmq.asyncio.Socket, events: int) -> zmq.asyncio.Socket:
+    """Tells what happens to the connections of a socket; `end_monitor` before that is closed.
+
+    Made by hand: `get_monitor_socket` gives a plain one, and whichever is closed of the two that
+    share it then, its descriptor stays in the event loop, or is taken out when it is another's by
+    now: a socket that gets the same number is never read."""
+    address = f"inproc://monitor-{next(_monitors)}"
+    socket.monitor(address, events)
+    monitor = zmq.asyncio.Socket(zmq.Context.instance(), zmq.PAIR)
+    monitor.connect(address)
+    return monitor
+
+
+def end_monitor(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+    socket.disable_monitor()
+    monitor.close(0)
+
+
+_monitors = itertools.count()
+
+
 class ZmqServeEnd:
     """Serve's end: owns the private folder, and watches the engine's process.
 
@@ -220,19 +242,19 @@ class ZmqServeEnd:
         self._outbox = _socket(zmq.PUSH, f"ipc://{folder}/to-engine", bind=False)
         self._inbox = prepared(zmq.asyncio.Socket(zmq.Context.instance(), zmq.PULL))
         self._exit = engine_exit
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
         self._watching: asyncio.Task[None] | None = None
         if frozen_after_s is not None:
             self._inbox.setsockopt(zmq.HEARTBEAT_IVL, int(frozen_after_s * 250))
             self._inbox.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(frozen_after_s * 1000))
-            self._monitor = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor = monitor_of(self._inbox, zmq.EVENT_DISCONNECTED)
             self._watching = asyncio.ensure_future(self._watch(self._monitor, frozen_after_s))
         self._inbox.bind(f"ipc://{folder}/from-engine")
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._encoder = msgspec.msgpack.Encoder()
 
-    async def _watch(self, monitor: zmq.Socket[bytes], frozen_after_s: float) -> None:
-        await zmq.asyncio.Socket.from_socket(monitor).recv_multipart()
+    async def _watch(self, monitor: zmq.asyncio.Socket, frozen_after_s: float) -> None:
+        await monitor.recv_multipart()
         await asyncio.wait((self._exit,), timeout=LAST_WORDS_S)
         if not self._exit.done():
             self._exit.set_result(
@@ -248,7 +270,6 @@ class ZmqServeEnd:
     def close(self) -> None:
         if self._monitor is not None and self._watching is not None:
             self._watching.cancel()
-            self._inbox.disable_monitor()
-            self._monitor.close(0)
+            end_monitor(self._inbox, self._monitor)
         self._outbox.close()
         self._inbox.close()

@@ -10,7 +10,7 @@ import pytest
 
 from toque.errors import EngineError
 from toque.ipc import PORTION, ZmqEngineEnd, ZmqServeEnd
-from toque.types import Abort, Heartbeat, Request, SamplingParams, ToEngine
+from toque.types import Abort, EngineFailed, Heartbeat, Request, SamplingParams, ToEngine
 
 ROUNDS = 8  # what is lost depends on timers of ZeroMQ that are drawn anew each time
 
@@ -110,5 +110,32 @@ def test_last_words_are_heard_and_then_the_reason(tmp_path: Path) -> None:
             await serve.receive()
         serve.send(request(1))  # nobody is there: nothing happens
         serve.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_is_heard_however_many_were_before_it(tmp_path: Path) -> None:
+    """Descriptors of closed sockets are used again: whatever of them is left in the event loop
+    makes the next engine's first word go unheard, for ever."""
+
+    async def start_and_end(number: int) -> None:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        serve = ZmqServeEnd(folder, asyncio.get_running_loop().create_future(), 60.0)
+        await asyncio.sleep(0.005)  # it waits for what happens to the connection
+        engine = ZmqEngineEnd(folder)
+        engine.send(EngineFailed(message=str(number)))
+        message = await asyncio.wait_for(serve.receive(), 30)
+        assert message == EngineFailed(message=str(number))
+        if number % 2:
+            serve.close()
+        engine.close()
+        if not number % 2:
+            await asyncio.sleep(0.02)
+            serve.close()
+
+    async def run() -> None:
+        for number in range(30):
+            await start_and_end(number)
 
     asyncio.run(run())

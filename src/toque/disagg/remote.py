@@ -35,7 +35,7 @@ from toque.disagg.session import (
     to_server_clock,
 )
 from toque.errors import EngineError
-from toque.ipc import ServePort, next_word, prepared
+from toque.ipc import ServePort, end_monitor, monitor_of, next_word, prepared
 from toque.types import EngineFailed, FromEngine, Hello, Shutdown, ToEngine
 
 log = logging.getLogger("toque.serve")
@@ -78,7 +78,7 @@ class RemotePort:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silent_s * 1000))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
-        self._monitor = self._socket.get_monitor_socket(WATCHED)
+        self._monitor = monitor_of(self._socket, WATCHED)
         self._tasks = [asyncio.ensure_future(self._watch())]
         self._socket.connect(f"tcp://{address}")
         self._join()
@@ -113,8 +113,7 @@ class RemotePort:
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        end_monitor(self._socket, self._monitor)
         self._socket.close()
 
     # ----------------------------------------------------------------------------- the connection
@@ -142,20 +141,18 @@ class RemotePort:
         """Completes `gone` when the connection is lost, or never came to be for want of the secret.
         A host that does not listen yet is waited for: an engine may start later than its server."""
         known, waiting = False, False
-        monitor = zmq.asyncio.Socket.from_socket(self._monitor)
-        with monitor:
-            while True:  # to the end: an event that nobody takes would block ZeroMQ's thread
-                event = zmq.utils.monitor.parse_monitor_message(await monitor.recv_multipart())
-                kind = event["event"]
-                if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    known = True
-                elif kind & REFUSED or (kind == zmq.EVENT_DISCONNECTED and not known):
-                    self._lost("did not take our secret, or is no engine of toque")
-                elif kind == zmq.EVENT_DISCONNECTED:
-                    self._lost(f"is gone, or was silent for {SILENT_S:g} s")
-                elif kind == zmq.EVENT_CLOSED and not waiting and not known:
-                    waiting = True
-                    log.info("nobody listens on %s yet: waiting for the engine", self.address)
+        while True:  # to the end: an event that nobody takes would block ZeroMQ's thread
+            event = zmq.utils.monitor.parse_monitor_message(await self._monitor.recv_multipart())
+            kind = event["event"]
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                known = True
+            elif kind & REFUSED or (kind == zmq.EVENT_DISCONNECTED and not known):
+                self._lost("did not take our secret, or is no engine of toque")
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._lost(f"is gone, or was silent for {SILENT_S:g} s")
+            elif kind == zmq.EVENT_CLOSED and not waiting and not known:
+                waiting = True
+                log.info("nobody listens on %s yet: waiting for the engine", self.address)
 
     def _lost(self, what: str) -> None:
         if not self._gone.done():
