@@ -30,6 +30,7 @@ from toque.types import (
     FleetReport,
     FromEngine,
     Hello,
+    Lane,
     Load,
     Look,
     PagesReady,
@@ -253,15 +254,22 @@ def test_a_prompt_counts_where_it_is_answered_and_its_work_where_it_is_done() ->
 
 
 def test_a_look_goes_to_one_engine_and_the_picture_says_whose_it_is() -> None:
-    engines = [FakeEngine("both"), FakeEngine("both")]
+    """A prompt that is computed for another engine goes by its request's name there."""
+    engines = [FakeEngine("prefill"), FakeEngine("decode")]
 
     async def scenario(client: Client) -> None:
         client.fleet.send(Look(engine=1))
         assert len(engines[1].of(Look)) == 1 and not engines[0].of(Look)
-        for engine in engines:
-            engine.say(Snapshot(step=1))
+        client.fleet.send(request("a~b"))
+        (order,) = engines[0].of(Prefill)
+        for engine, name in zip(engines, (order.request.id, "a~b"), strict=True):
+            engine.say(Snapshot(step=1, lanes=(Lane(id=name, prompt_tokens=41, arrived_s=0.0),)))
         await client.until(lambda: len(client.of(Snapshot)) == 2)
-        assert {seen.engine for seen in client.of(Snapshot)} == {0, 1}
+        assert order.request.id != "a~b"
+        assert {(seen.engine, seen.lanes[0].id) for seen in client.of(Snapshot)} == {
+            (0, "a~b"),
+            (1, "a~b"),
+        }
 
     play(engines, scenario)
 

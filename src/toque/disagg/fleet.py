@@ -287,7 +287,7 @@ class Fleet:
             case Hello():
                 self._welcome(member, message)
             case Snapshot():
-                self._out.put_nowait(structs.replace(message, engine=member.index))
+                self._out.put_nowait(member.picture(message))
             case Timeline():
                 self._explained(member, message)
             case Heartbeat():

@@ -28,6 +28,7 @@ from toque.types import (
     PromptScores,
     Request,
     SamplingParams,
+    Snapshot,
     StepReport,
     Times,
     ToEngine,
@@ -284,6 +285,15 @@ class Member:
             load=self.load,
             kept=self.kept(now_s),
         )
+
+    def picture(self, snapshot: Snapshot) -> Snapshot:
+        """With the engine's number; prompts computed for others go by their requests' names."""
+        lanes = snapshot.lanes
+        if self.role == "prefill":
+            lanes = tuple(
+                structs.replace(lane, id=lane.id.rpartition(HANDOVER)[0]) for lane in lanes
+            )
+        return structs.replace(snapshot, engine=self.index, lanes=lanes)
 
     def lose(self) -> ServePort | None:
         """The engine is gone; returns the port that led to it."""
