@@ -9,6 +9,10 @@
 // A group that holds NaN or infinity has the scale NaN, and makes every output of its row NaN.
 // A group below 2^-100 is zero: the inverse of its scale would not be a float.
 //
+// Where BY_QUADS, the place of a group's integers holds their bytes instead: q >> 7 of all, then
+// q & 127. Both fit a signed byte, and q is 128 times the first plus the second. The order of each
+// eight is that of quads.h: 0 4 1 5 2 6 3 7.
+//
 // Groups lie after one another and within each all rows, a cache line each: a tile's rows are
 // neighbours at constant distances, whatever the number of inputs.
 #pragma once
@@ -23,7 +27,7 @@ constexpr float LARGEST_ACTIVATION = 8191;
 
 struct Activations {
   long rows;          // from one group to the next
-  int16_t* q;         // [groups, rows, GROUP]
+  int16_t* q;         // [groups, rows, GROUP]; where BY_QUADS the bytes of it
   float* scale;       // [groups, rows]
   float* scaled_sum;  // [groups, rows]: scale * sum of q, what an offset is multiplied with
   int32_t* sum;       // [groups, rows]: of q
@@ -39,6 +43,14 @@ inline Activations lay_out(const Input& input) {
   float* scales = (float*)((int16_t*)input.scratch + input.rows * input.in);
   return {input.rows, (int16_t*)input.scratch, scales, scales + groups,
           (int32_t*)(scales + 2 * groups)};
+}
+
+// Of inputs LANES * i.. and the LANES before them. Little-endian words make bytes of one vector and
+// the other alternate, which is the order of quads if LANES is four.
+TOQUE_INLINE void store_halves(int16_t* group, int i, ints before, ints q) {
+  int16_t* to = group + i / 2 * LANES;
+  store_shorts(to, (before >> 7 & 0xff) | (q >> 7) << 8);
+  store_shorts(to + GROUP / 2, (before & 127) | (q & 127) << 8);
 }
 
 // GROUP inputs, to the group and row that `to` begins with.
@@ -57,11 +69,13 @@ inline void quantize_group(const float* x, const Activations& to) {
   const bool is_number = bits < INFINITE, is_zero = magnitude < 0x1p-100f;
   const float inverse = is_number && !is_zero ? LARGEST_ACTIVATION / magnitude : 0;
   const float scale = !is_number ? NAN : is_zero ? 0 : magnitude / LARGEST_ACTIVATION;
-  ints sums = splat_integer(0);
+  ints sums = splat_integer(0), before = sums;
   for (int i = 0; i < VECTORS; ++i) {
     const ints q = is_number ? to_nearest(values[i] * splat(inverse)) : splat_integer(0);
-    store_shorts(to.q + i * LANES, q);
+    if constexpr (!BY_QUADS) store_shorts(to.q + i * LANES, q);
+    if (BY_QUADS && i % 2) store_halves(to.q, i, before, q);
     sums += q;
+    before = q;
   }
   *to.scale = scale;
   *to.sum = sum(sums);

@@ -39,6 +39,34 @@ class Group {
            widen_twice(scales_ + p / (PAIRS / 2) * PANEL + LANES * side);
   }
 
+#if defined(TOQUE_HAS_DOT)
+  // Four inputs of LANES outputs, as bytes: those of pairs p and p + 2, which are two nibbles of
+  // the same word. ZERO is still to be subtracted; Q6_K's still lack their small_scale().
+  template <long QUAD>
+  TOQUE_MEMBER quads quad(int side) const {
+    constexpr long p = QUAD / 2 * 4 + QUAD % 2;
+    if constexpr (!has_nibbles(KIND)) {
+      const uint8_t* from = payload() + (p * PANEL + LANES * side) * 2;
+      return alternate(from, from + 2 * PANEL * 2);
+    } else {
+      const uquads both = (uquads)words(payload() + p / 4 * 64, side);
+      ushorts q = (ushorts)(QUAD % 2 ? both >> 4 : both & 15);
+      if constexpr (HIGH > 0) {
+        q = with_bits(q, HIGH_MASK << 4, high_at<p, 4>(side));
+        q = with_bits(q, HIGH_MASK << 12, high_at<p + 2, 12>(side));
+      }
+      return (quads)q - (int8_t)(KIND == Kind::Q6_K ? zero_point(KIND) : 0);
+    }
+  }
+
+  static constexpr bool SCALED_HALVES = KIND == Kind::Q6_K;
+
+  // Of inputs 16 * half and the 15 after it.
+  TOQUE_MEMBER ints small_scale(long half, int side) const {
+    return widen_bytes<int8_t>(scales_ + half * PANEL + LANES * side);
+  }
+#endif
+
   static constexpr int ZERO = KIND == Kind::Q6_K ? 0 : zero_point(KIND);
 
   // Of one output, in the file's numbers: `column` of the panel, GROUP values.
@@ -77,6 +105,15 @@ class Group {
     const ushorts all = words(plane(p), side);
     const int place = HIGH * (int)(p % PER_WORD);
     return with_bits(low, HIGH_MASK << 4, place < 4 ? all << (4 - place) : all >> (place - 4));
+  }
+
+  // The words of pair P's plane, shifted until its bits stand at place TO.
+  template <long P, int TO>
+  TOQUE_MEMBER ushorts high_at(int side) const {
+    constexpr int FROM = HIGH * (int)(P % PER_WORD);
+    const ushorts all = words(plane(P), side);
+    if constexpr (FROM > TO) return all >> (FROM - TO);
+    return all << (TO - (FROM > TO ? TO : FROM));
   }
 
   TOQUE_MEMBER int word(const uint8_t* all, long column, long k) const {

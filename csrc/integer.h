@@ -9,10 +9,14 @@
 // with fused multiply-adds. There are two ways to read the weights: few rows unpack a panel as they
 // go, in registers; many rows unpack a part of it once, into the L1 cache. Both see the same
 // integers and the same scales and run the same tile, so that a row's bits do not depend on which.
+// BY_QUADS, unpacking is so cheap beside the products that there is only the first way.
 #pragma once
 
 #include "activations.h"
 #include "groups.h"
+#if defined(TOQUE_HAS_DOT)
+#include "quads.h"
+#endif
 
 namespace toque {
 namespace TOQUE_ISA {
@@ -32,6 +36,7 @@ constexpr int INTEGER_ROWS = 2;
 // have to be widened, which loading does.
 constexpr long FEW_ROWS = 4;
 constexpr long few_rows(Kind kind) {
+  if (BY_QUADS) return 1L << 60;
   return has_nibbles(kind) || INTEGER_ROWS > FEW_ROWS ? FEW_ROWS : 1L << 60;
 }
 
@@ -167,7 +172,11 @@ inline void add_groups(const Weights& weights, Activations x, long groups, float
       const ints below = splat_integer(Weights::ZERO ? -Weights::ZERO * x.sum[r] : 0);
       for (int side = 0; side < SIDES; ++side) to.n[r][side] = below;
     }
+#if defined(TOQUE_HAS_DOT)
+    add_quads<ROWS>(group, x.q, to.n);
+#else
     add_pairs<ROWS, Weights>(group, x.q, to);
+#endif
     for (int side = 0; side < SIDES; ++side) {
       const floats scale = group.scale(side), offset = group.offset(side);
       for (int r = 0; r < ROWS; ++r) {
@@ -213,9 +222,9 @@ inline void add_integer_product(const Activations& x, long all, long rows, const
   constexpr long BYTES = record_bytes(KIND) / groups_per_record(KIND);
   for (long g = 0; g < all; g += PART_GROUPS) {
     const long groups = all - g < PART_GROUPS ? all - g : PART_GROUPS;
-    if (rows <= few_rows(KIND)) {
+    if (BY_QUADS || rows <= few_rows(KIND)) {
       add_rows(InPlace<KIND>{panel, g}, x.from(g, 0), rows, groups, sums);
-    } else {
+    } else if constexpr (!BY_QUADS) {
       unpack<KIND>(panel, g, groups, part);
       const InCache<has_offset(KIND)> weights{part, panel + g * BYTES, BYTES};
       add_rows(weights, x.from(g, 0), rows, groups, sums);

@@ -8,7 +8,25 @@
 
 #include "kernels.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace toque {
+
+#if defined(__aarch64__)
+// The dot product of bytes, an option of ARMv8.2.
+inline bool has_arm_dot() {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return true;  // everything was compiled for such a processor
+#elif defined(__linux__)
+  constexpr unsigned long ASIMDDP = 1UL << 20;  // HWCAP_ASIMDDP, which old headers lack
+  return (getauxval(AT_HWCAP) & ASIMDDP) != 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 struct Isa {
   const Kernels* kernels;
@@ -31,6 +49,7 @@ inline std::vector<Isa> compiled_isas() {
   all.push_back({&avx512::kernels, avx512, "AVX-512 (F, BW, VL, DQ) with VNNI"});
   all.push_back({&avx2::kernels, avx2, "AVX2, FMA and F16C"});
 #elif defined(__aarch64__)
+  all.push_back({&neon_dot::kernels, has_arm_dot(), "64-bit ARM with the dot product of bytes"});
   all.push_back({&neon::kernels, true, "64-bit ARM"});
 #endif
   all.push_back({&portable::kernels, true, "nothing"});

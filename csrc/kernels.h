@@ -129,5 +129,8 @@ extern const Kernels kernels;
 namespace neon {
 extern const Kernels kernels;
 }
+namespace neon_dot {
+extern const Kernels kernels;
+}
 
 }  // namespace toque

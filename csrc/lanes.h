@@ -2,7 +2,8 @@
 //
 // The sources are compiled once per instruction set, each time into another namespace:
 // -DTOQUE_ISA=avx2 with -mavx2 -mfma -mf16c, for example. LANES is the width that suits it.
-// TOQUE_HAS_NEON is said on the command line: every 64-bit ARM has it, the portable path too.
+// TOQUE_HAS_NEON is said on the command line: every 64-bit ARM has it, the portable path too. So is
+// TOQUE_HAS_DOT, for NEON with the dot product of bytes: neighbouring sets may be compiled with it.
 #pragma once
 
 #include <math.h>
@@ -28,6 +29,13 @@ constexpr long LANES = 4;
 constexpr long LANES = 8;
 #endif
 
+// Whether integer products take inputs by four, as bytes (quads.h), or by two, as 16 bits.
+#if defined(TOQUE_HAS_DOT)
+constexpr bool BY_QUADS = true;
+#else
+constexpr bool BY_QUADS = false;
+#endif
+
 constexpr int SIDES = PANEL / LANES;  // vectors that hold one number of each output of a panel
 
 // LANES numbers of 32 bits, or twice as many of 16.
@@ -35,6 +43,8 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
 typedef uint16_t ushorts __attribute__((vector_size(4 * LANES)));
+typedef int8_t quads __attribute__((vector_size(4 * LANES)));
+typedef uint8_t uquads __attribute__((vector_size(4 * LANES)));
 // LANES numbers of fewer bits, and twice as many bytes.
 typedef int16_t few_shorts __attribute__((vector_size(2 * LANES)));
 typedef uint16_t few_ushorts __attribute__((vector_size(2 * LANES)));

@@ -14,6 +14,11 @@
 //     splat_pair(p)              the pair (p[0], p[1]) for every lane, as an InputPair
 //     add_pair_products(a, b, s) s[i] + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1], exact in 32 bits
 //     with_bits(x, mask, from)   x | (from & mask)
+//
+// and where TOQUE_HAS_DOT:
+//
+//     alternate(p, q)            p[0], q[0], p[1], q[1], ...: 2 * LANES bytes of each
+//     add_quad_products<P>(a, b, s)  s[i] + the sum of a[4 i + j] * b[4 P + j], j = 0..3, exact
 #pragma once
 
 #include "half.h"

@@ -56,13 +56,25 @@ TOQUE_INLINE InputPair splat_pair(const int16_t* x) {
 }
 
 // The weights of even and odd inputs apart, which the rows of a tile share, then two multiply-adds.
-// The dot product of bytes (SDOT) does not serve inputs of 14 bits.
+// For processors with the dot product of bytes there is quads.h.
 TOQUE_INLINE ints add_pair_products(shorts a, InputPair b, ints sums) {
   const int16x8_t x = (int16x8_t)a;
   const int16x4_t even = vget_low_s16(vuzp1q_s16(x, x)), odd = vget_low_s16(vuzp2q_s16(x, x));
   const int32x4_t added = vmlal_lane_s16((int32x4_t)sums, even, b, 0);
   return (ints)vmlal_lane_s16(added, odd, b, 1);
 }
+
+#if defined(TOQUE_HAS_DOT)
+TOQUE_INLINE quads alternate(const uint8_t* a, const uint8_t* b) {
+  const uint8x8_t none = vdup_n_u8(0);
+  return (quads)vzip1q_u8(vcombine_u8(vld1_u8(a), none), vcombine_u8(vld1_u8(b), none));
+}
+
+template <int PLACE>
+TOQUE_INLINE ints add_quad_products(quads a, quads b, ints sums) {
+  return (ints)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)a, (int8x16_t)b, PLACE);
+}
+#endif
 
 TOQUE_INLINE ushorts with_bits(ushorts x, uint16_t mask, ushorts from) { return x | (from & mask); }
 

@@ -23,8 +23,9 @@ from tests.native.build import (
 )
 
 pytestmark = pytest.mark.long
+ARM = ("portable", "neon", "neon_dot")
 X86 = platform.machine() in ("x86_64", "AMD64")
-ISAS = ("portable", "avx2", "avx512") if X86 else ("portable", "neon")
+ISAS = ("portable", "avx2", "avx512") if X86 else ARM
 UNDEFINED = "address,undefined"
 
 
@@ -42,6 +43,10 @@ def test_nothing_out_of_bounds_or_undefined(tmp_path: Path) -> None:
     reason="needs aarch64-linux-gnu-g++ and qemu-aarch64",
 )
 def test_neon_agrees_with_portable(tmp_path: Path) -> None:
+    """Each set of instructions where the processor has it, and only there."""
     build = Build(str(ARM_COMPILER), ("-O2", "-static"), tmp_path)
-    program = kernels_program(build, "portable", "neon")
-    assert "neon: ran" in run(str(EMULATOR), str(program), "1", timeout_s=900)
+    program = kernels_program(build, *ARM)
+    for processor, dot in (("max", "ran"), ("cortex-a72", "not on this machine")):
+        done = run(str(EMULATOR), "-cpu", processor, str(program), "1", timeout_s=900)
+        assert "neon: ran" in done
+        assert f"neon_dot: {dot}" in done

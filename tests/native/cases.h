@@ -15,6 +15,7 @@ struct Pools {
 
 void check_products(const Kernels& kernels, Pools& pools, Draw& draw, Kind kind);
 void check_group_sums(const Kernels& kernels, Pools& pools, Draw& draw);
+void check_largest_sums(const Kernels& kernels, Pools& pools);
 void check_rows(const Kernels& kernels, Pools& pools, Draw& draw);
 void check_attention(const Kernels& kernels, Pools& pools, Draw& draw, KvType type);
 void check_program(const Kernels& kernels, Pools& pools, Draw& draw, Kind kind, KvType type);

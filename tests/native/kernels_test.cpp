@@ -26,6 +26,7 @@ int main(int count, char** words) {
         check_program(*isa.kernels, pools, draw, kind, draw.one_of(types));
       }
       check_group_sums(*isa.kernels, pools, draw);
+      check_largest_sums(*isa.kernels, pools);
       check_rows(*isa.kernels, pools, draw);
       for (KvType type : KV_TYPES) {
         for (int i = 0; i < 3; ++i) check_attention(*isa.kernels, pools, draw, type);

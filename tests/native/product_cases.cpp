@@ -74,6 +74,16 @@ void check_weight(const Kernels& kernels, Pools& pools, Draw& draw, const Weight
   }
 }
 
+// Sets that compute alike down to the bits: the same integers, and the same order of multiply-adds
+// that round once. Null for all others.
+const Kernels* twin(const Kernels& kernels) {
+#if defined(__aarch64__)
+  if (&kernels == &neon_dot::kernels) return &neon::kernels;
+#endif
+  (void)kernels;
+  return nullptr;
+}
+
 }  // namespace
 
 void check_products(const Kernels& kernels, Pools& pools, Draw& draw, Kind kind) {
@@ -88,6 +98,12 @@ void check_products(const Kernels& kernels, Pools& pools, Draw& draw, Kind kind)
     REQUIRE(same_bits(one.linear.data(), all.linear.data() + row * p.out, p.out) &&
                 same_bits(one.gated.data(), all.gated.data() + row * p.out, p.out),
             "%s: row %ld of %ld alone, kind %d", kernels.name, row, p.rows, (int)kind);
+  }
+  if (const Kernels* other = twin(kernels)) {
+    const Multiplied same = p.run(*other, pools.one, p.x.data(), p.rows);
+    REQUIRE(same_bits(all.linear, same.linear) && same_bits(all.gated, same.gated),
+            "%s is not %s, kind %d [%ld, %ld] x %ld", kernels.name, other->name, (int)kind, p.out,
+            p.in, p.rows);
   }
   const Multiplied expected = p.run(portable::kernels, pools.one, p.x.data(), p.rows);
   const double linear = difference(all.linear, expected.linear);
@@ -125,6 +141,31 @@ void check_group_sums(const Kernels& kernels, Pools& pools, Draw& draw) {
         REQUIRE(result[i] == static_cast<float>(sum), "%s kind %d: %f is not %ld", kernels.name,
                 (int)kind, result[i], (long)sum);
       }
+    }
+  }
+}
+
+// Q6_K's largest: weights of -32 with scales of -128, inputs of one sign. A sum of 32 products is
+// 8191 * 2^17 and all eight groups' 8191 * 2^20: exact as floats, too.
+void check_largest_sums(const Kernels& kernels, Pools& pools) {
+  constexpr long OUT = 17, IN = 256, SCALES = 192, D = 208, BYTES = 210;
+  Block<uint8_t> file(OUT * BYTES);
+  std::memset(file.data(), 0, OUT * BYTES);
+  for (long row = 0; row < OUT; ++row) {
+    const uint16_t one = 0x3c00;
+    std::memset(&file[row * BYTES + SCALES], 0x80, 16);
+    std::memcpy(&file[row * BYTES + D], &one, sizeof one);
+  }
+  const Weight w = pack(kernels, pools.one, std::move(file), Kind::Q6_K, OUT, IN);
+  for (const long rows : {1L, 2L, 7L}) {
+    Block<float> x(rows * IN), result(rows * OUT);
+    for (long i = 0; i < x.size(); ++i) x[i] = i / IN % 2 ? -8191.0f : 8191.0f;
+    Block<uint8_t> scratch(input_scratch(rows, IN));
+    const Product product{w.packed, nullptr, nullptr, result.data()};
+    kernels.linear(pools.three, {x.data(), rows, IN, scratch.data()}, &product, 1);
+    for (long i = 0; i < result.size(); ++i) {
+      const float expected = 8191.0f * 32 * 128 * IN * (i / OUT % 2 ? -1 : 1);
+      REQUIRE(result[i] == expected, "%s: %f is not %f", kernels.name, result[i], expected);
     }
   }
 }

@@ -44,9 +44,9 @@ class CpuOps:
     `kernels/ref/quantized.py` is the same arithmetic, readable. Unquantized weights multiply in
     float32.
 
-    `threads` counts the calling thread. The environment variable TOQUE_ISA (avx512, avx2, neon or
-    portable) overrides the choice of instruction set. Raises ConfigError where either cannot be
-    had.
+    `threads` counts the calling thread. The environment variable TOQUE_ISA (avx512, avx2, neon_dot,
+    neon or portable) overrides the choice of instruction set. Raises ConfigError where either
+    cannot be had.
     """
 
     def __init__(self, threads: int) -> None:
