@@ -38,6 +38,7 @@ from toque.types import (
     Hello,
     Load,
     NoteKind,
+    PageLife,
     RefusalCause,
     Refused,
     Request,
@@ -187,6 +188,8 @@ class Metrics:
     def step(self, report: StepReport) -> None:
         self._load(report.load)
         self._totals.report(report.counters)
+        for life in report.page_lives:
+            self._page_life(life)
         if report.times is None:
             return
         steps = self._histograms["step_time_seconds"]
@@ -197,6 +200,12 @@ class Metrics:
         if report.predicted_ms and report.times.run_ms:
             error = abs(report.predicted_ms / report.times.run_ms - 1)
             self._histograms["step_prediction_error_ratio"].observe(error)
+
+    def _page_life(self, life: PageLife) -> None:
+        self._histograms["kv_block_lifetime_seconds"].observe(life.lifetime_s)
+        self._histograms["kv_block_idle_before_evict_seconds"].observe(life.idle_s)
+        for gap_s in life.gaps_s:
+            self._histograms["kv_block_reuse_gap_seconds"].observe(gap_s)
 
     def _load(self, load: Load) -> None:
         self._last_load, self._load_at_s = load, self._clock()
