@@ -118,6 +118,9 @@ class ServeOptions:
     metrics_compat: str = option(
         "none", "none, or vllm: /metrics has vLLM's names too", choices=("none", "vllm")
     )
+    custom_histogram_buckets: str | None = option(
+        None, 'other buckets for histograms of /metrics, JSON: {"NAME": [0.1, 1, 10], …}'
+    )
     max_responses: int = option(4096, "most responses stored for /v1/responses")
     max_responses_bytes: int = option(
         256 << 20, "most memory of stored responses, e.g. 256MiB", size=True

@@ -16,9 +16,11 @@ from toque.scheduler.policy import Fcfs
 from toque.sim.engine import Simulation, Sizes
 from toque.types import (
     Counters,
+    EngineState,
     Fetched,
     FleetReport,
     FromEngine,
+    Kept,
     Load,
     RefusalCause,
     Refused,
@@ -274,6 +276,7 @@ VLLM = {
     "nixl_xfer_time_seconds": "histogram", "nixl_bytes_transferred": "histogram",
     "kv_block_lifetime_seconds": "histogram", "kv_block_idle_before_evict_seconds": "histogram",
     "kv_block_reuse_gap_seconds": "histogram",
+    "nixl_num_kv_expired_reqs": "counter",
     "nixl_num_descriptors": "histogram", "nixl_num_failed_transfers": "counter",
 }  # fmt: skip
 
@@ -338,6 +341,15 @@ def test_the_plain_names_of_vllms_http_server_add_up() -> None:
     assert whole["http_request_duration_highr_seconds_count"] == exchanges >= 5
     assert families["process_resident_memory_bytes"].samples[0].value > 1e6
     assert "python_info" in families and "python_gc_objects_collected" in families
+
+
+def test_the_flag_for_buckets_reaches_the_exposition() -> None:
+    with serving(custom_histogram_buckets='{"vllm:request_params_n": [2, 3]}') as server:
+        server.complete(n=2)
+        samples = scrape(server)
+    found = {dict(labels)["le"]: count for (name, labels), count in samples.items()
+             if name == "request_params_n_bucket"}  # fmt: skip
+    assert found == {"2.0": 1, "3.0": 1, "+Inf": 1}
 
 
 # ------------------------------------------------------------------------------ watched KV pages
@@ -442,3 +454,18 @@ def test_transfers_are_told_per_hand_over() -> None:
         'num_requests_kv_fetch_by_stage{stage="completed_waiting"} 1.0',
     ):  # fmt: skip
         assert f"toque_{line}\n" in text, line
+
+
+def test_expired_leases_are_vllms_expired_requests_of_all_engines() -> None:
+    metrics = Metrics("vllm")
+    kept = ((Kept(released=7, expired=2), Kept(expired=3)),
+            (Kept(released=9, expired=6), Kept(released=1, expired=3)))  # fmt: skip
+    for each in kept:
+        states = tuple(
+            EngineState(index=index, role="prefill", alive=True, kept=now)
+            for index, now in enumerate(each)
+        )
+        metrics.fleet(FleetReport(engines=states, transfers=Transfers()))
+    lines = [line for line in metrics.text().decode().splitlines()
+             if line.startswith("vllm:nixl_num_kv_expired_reqs_total")]  # fmt: skip
+    assert lines == ['vllm:nixl_num_kv_expired_reqs_total{engine="0",model_name=""} 9.0']

@@ -260,6 +260,7 @@ BETWEEN = (
         "engine_leases_ended",
         "These when they end: released by the reader, or expired because it did not.",
         *("engine", "role", "end"),
+        vllm="nixl_num_kv_expired_reqs",
     ),
     counter(
         "engine_rejected_peers",

@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,6 +26,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from toque.metrics.buckets import Buckets
 from toque.metrics.compat import VllmNames
 from toque.metrics.fleet import FleetNumbers
 from toque.metrics.histogram import Histogram
@@ -65,7 +68,13 @@ STARTED_ROUTES = ("/metrics", "other")
 class Metrics:
     """All methods are quick and are called from one thread."""
 
-    def __init__(self, compat: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        compat: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        buckets: Buckets = MappingProxyType({}),
+    ) -> None:
+        """`buckets`: of histograms that shall have others than the table's."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.attainment = Attainment()
         self._clock = clock
@@ -74,7 +83,7 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         for row in TABLE:
-            self._add(row)
+            self._add(replace(row, buckets=buckets.get(row.name, row.buckets)))
         self._vllm = VllmNames({**self._counters, **self._gauges, **self._histograms})
         if compat == "vllm":
             self.registry.register(self._vllm)
