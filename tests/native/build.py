@@ -39,9 +39,9 @@ def isas(*names: str) -> list[Isa]:
 
 
 def kernel_sources() -> list[Path]:
-    match = re.search(r"set\(kernel_sources\s+([^)]*)\)", CMAKE)
-    assert match is not None
-    return [ROOT / name for name in match[1].split()]
+    lists = re.findall(r"set\((?:large|small)_sources\s+([^)]*)\)", CMAKE)
+    assert len(lists) == 2, lists
+    return [ROOT / name for words in lists for name in words.split()]
 
 
 @dataclass(frozen=True)
