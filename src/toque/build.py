@@ -34,6 +34,7 @@ from toque.kernels import machine, physical_cores, select
 from toque.kernels.api import LayerKV, Ops, WeightSource
 from toque.memory.manager import CacheManager
 from toque.memory.pool import Epochs
+from toque.memory.watch import PageWatch
 from toque.model.cached_weights import CachedWeights
 from toque.model.dense import DenseDecoder
 from toque.model.quantize import QuantizedWeights, refuse_quantized
@@ -221,7 +222,7 @@ def assemble(
     hello = _hello(loaded, config, model_name, end_ids)
     shared = None if sharing is None else _share(loaded, config, hello, sharing)
     epochs = None if shared is None else shared.pool.epochs
-    scheduler, cost = schedule(config, spec.vocab_size, end_ids, epochs)
+    scheduler, cost = schedule(config, spec.vocab_size, end_ids, epochs, _watch(config))
     grammars = Grammars()
     worker = worker_of(loaded, config, grammars, shared)
     if sharing is not None and shared is not None:
@@ -303,8 +304,18 @@ def _share(loaded: Loaded, config: EngineConfig, hello: Hello, sharing: Sharing)
     return SharedEngine(sharing, layers, config.total_pages, layout)
 
 
+def _watch(config: EngineConfig) -> PageWatch | None:
+    """With a clock of its own: a recording has the moments that a plan depends on, not these."""
+    share = config.watched_pages_share
+    return PageWatch(time.monotonic, share) if share else None
+
+
 def schedule(
-    config: EngineConfig, vocab_size: int, end_ids: tuple[int, ...], epochs: Epochs | None = None
+    config: EngineConfig,
+    vocab_size: int,
+    end_ids: tuple[int, ...],
+    epochs: Epochs | None = None,
+    watch: PageWatch | None = None,
 ) -> tuple[Scheduler, StepCost]:
     """All of an engine that needs no model; the cost model is the scheduler's and the loop's."""
     limits = Limits(
@@ -326,6 +337,7 @@ def schedule(
         config.enable_prefix_caching,
         page_worth,
         epochs,
+        watch,
     )
     policy = policy_named(config.scheduling_policy, cost)
     return Scheduler(limits, cache, policy, cost), cost

@@ -55,6 +55,7 @@ class EngineConfig:
     record: str | None = None
     record_bytes: int = 0
     record_prompts: bool = False
+    watched_pages_share: float = 0.0  # whose lives are measured; 0 = none
     prefill_tokens_per_s: float = 100.0  # as measured at start: the cost model begins with it
 
     @property
@@ -105,6 +106,7 @@ def resolve(
         record=options.record,
         record_bytes=options.record_bytes,
         record_prompts=options.record_prompts,
+        watched_pages_share=options.kv_cache_metrics_sample if options.kv_cache_metrics else 0.0,
     )
 
 
@@ -118,6 +120,7 @@ def check_ranges(options: EngineOptions, model: ModelSpec) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
     if options.queue_timeout is not None and options.queue_timeout <= 0:
         raise ConfigError("--queue-timeout must be above 0 seconds")
+    _check_watched(options)
     slo_classes(options.slo, options.slo_file)
     if options.block_size > 1024:
         raise ConfigError(f"--block-size is {options.block_size}: at most 1024 tokens per page")
@@ -127,6 +130,14 @@ def check_ranges(options: EngineOptions, model: ModelSpec) -> None:
             f"--max-model-len {options.max_model_len} is beyond the {longest} tokens that "
             f"the model was made for: lower it to at most {longest}"
         )
+
+
+def _check_watched(options: EngineOptions) -> None:
+    share = options.kv_cache_metrics_sample
+    if not 0 < share <= 1:
+        raise ConfigError("--kv-cache-metrics-sample must be above 0 and at most 1")
+    if share != EngineOptions().kv_cache_metrics_sample and not options.kv_cache_metrics:
+        raise ConfigError("--kv-cache-metrics-sample does nothing without --kv-cache-metrics")
 
 
 def reachable_context(model: ModelSpec) -> int:

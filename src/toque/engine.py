@@ -139,5 +139,6 @@ class EngineCore:
                 batch_tokens=plan.num_tokens if plan else 0,
                 batch_sequences=len(plan.chunks) if plan else 0,
                 predicted_ms=predicted_ms,
+                page_lives=self.scheduler.page_lives(),
             )
         )

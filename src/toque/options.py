@@ -76,6 +76,10 @@ class EngineOptions:
         None,
         "seconds a request may wait for its first step; then it gets 429 (no limit)",
     )
+    kv_cache_metrics: bool = option(False, "measure how long KV pages live and lie unused")
+    kv_cache_metrics_sample: float = option(
+        0.01, "share of the KV pages that --kv-cache-metrics watches"
+    )
     record: str | None = option(None, "file for arrivals, step plans and times: `toque replay`")
     record_bytes: int = option(256 << 20, "size at which a recording ends, e.g. 1GiB", size=True)
     record_prompts: bool = option(False, "record the tokens of prompts and answers too")
@@ -113,6 +117,9 @@ class ServeOptions:
     max_logit_bias: int = option(1024, "most logit_bias entries of one request")
     metrics_compat: str = option(
         "none", "none, or vllm: /metrics has vLLM's names too", choices=("none", "vllm")
+    )
+    custom_histogram_buckets: str | None = option(
+        None, 'other buckets for histograms of /metrics, JSON: {"NAME": [0.1, 1, 10], …}'
     )
     max_responses: int = option(4096, "most responses stored for /v1/responses")
     max_responses_bytes: int = option(

@@ -127,6 +127,14 @@ class StepTimes(Wire, frozen=True, kw_only=True):
     commit_ms: float = 0.0
 
 
+class PageLife(msgspec.Struct, frozen=True, array_like=True):
+    """What became of a KV page from its allocation to its eviction. On the wire: a list."""
+
+    lifetime_s: float
+    idle_s: float  # since its last access, or its allocation where there was none
+    gaps_s: tuple[float, ...] = ()  # between its last accesses, one request's to the next one's
+
+
 class Timeline(Wire, frozen=True, kw_only=True):
     """The answer to `Explain`; no notes: no such request is open."""
 

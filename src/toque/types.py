@@ -44,6 +44,7 @@ from toque.telemetry import (
     Load,
     Note,
     NoteKind,
+    PageLife,
     Snapshot,
     StepTimes,
     Timeline,
@@ -70,6 +71,7 @@ __all__ = (  # beside what is defined here
     "Note",
     "NoteKind",
     "PageFault",
+    "PageLife",
     "PageRef",
     "PagesReady",
     "Pooling",
@@ -281,6 +283,7 @@ class StepReport(Wire, frozen=True, kw_only=True):
     batch_tokens: int = 0
     batch_sequences: int = 0
     predicted_ms: float = 0.0  # of times.run_ms, by the cost model before the step
+    page_lives: tuple[PageLife, ...] = ()  # those that ended, of the pages that are watched
 
 
 class Heartbeat(Wire, frozen=True, kw_only=True):

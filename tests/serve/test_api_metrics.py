@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,13 +12,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.fakes import FakeEngine, ServerThread, bytes_then_end, serving, wait_for
 from toque.metrics import TABLE, Histogram, Metrics, Row
 from toque.metrics.values import MOST_KEYS
+from toque.scheduler.policy import Fcfs
+from toque.sim.engine import Simulation, Sizes
 from toque.types import (
     Counters,
+    EngineState,
     Fetched,
     FleetReport,
+    FromEngine,
+    Kept,
     Load,
     RefusalCause,
     Refused,
+    Request,
+    SamplingParams,
     Slo,
     StepReport,
     StepTimes,
@@ -266,6 +274,9 @@ VLLM = {
     "external_prefix_cache_queries": "counter", "external_prefix_cache_hits": "counter",
     "tool_call_parser_invocations": "counter", "num_requests_kv_fetch_by_stage": "gauge",
     "nixl_xfer_time_seconds": "histogram", "nixl_bytes_transferred": "histogram",
+    "kv_block_lifetime_seconds": "histogram", "kv_block_idle_before_evict_seconds": "histogram",
+    "kv_block_reuse_gap_seconds": "histogram",
+    "nixl_num_kv_expired_reqs": "counter",
     "nixl_num_descriptors": "histogram", "nixl_num_failed_transfers": "counter",
 }  # fmt: skip
 
@@ -332,6 +343,75 @@ def test_the_plain_names_of_vllms_http_server_add_up() -> None:
     assert "python_info" in families and "python_gc_objects_collected" in families
 
 
+def test_the_flag_for_buckets_reaches_the_exposition() -> None:
+    with serving(custom_histogram_buckets='{"vllm:request_params_n": [2, 3]}') as server:
+        server.complete(n=2)
+        samples = scrape(server)
+    found = {dict(labels)["le"]: count for (name, labels), count in samples.items()
+             if name == "request_params_n_bucket"}  # fmt: skip
+    assert found == {"2.0": 1, "3.0": 1, "+Inf": 1}
+
+
+# ------------------------------------------------------------------------------ watched KV pages
+
+
+def lives_by_hand() -> list[StepReport]:
+    """An engine of four pages of four tokens and a step a second; what it reported.
+
+    A prompt of two pages comes at 0, 10 and 30 s: its first page is found twice; its second one is
+    computed each time, for the sake of one token. One of three pages at 60 s needs the place of
+    the second (lived 30 s), one of four at 70 s that of the first (lived 70, idle 40, gap 20) and
+    of the three (lived 10 each)."""
+    prompts = {0.0: [1] * 8, 10.0: [1] * 8, 30.0: [1] * 8, 60.0: [2] * 12, 70.0: [3] * 15}
+    sent = [
+        Request(id=str(at_s), prompt=tuple(prompt), arrived_s=at_s,
+                sampling=SamplingParams(seed=1, max_tokens=1))
+        for at_s, prompt in prompts.items()
+    ]  # fmt: skip
+    sizes = Sizes(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=16, total_pages=4,
+                  block_size=4, watched_pages_share=1.0)  # fmt: skip
+    arrivals = ((request.arrived_s, request) for request in sent)
+    made = Simulation(sizes, lambda cost: Fcfs(), lambda work: 1000.0, arrivals)
+    send, reports = made.port.send, list[StepReport]()
+
+    def kept(message: FromEngine) -> None:
+        send(message)
+        if isinstance(message, StepReport):
+            reports.append(message)
+
+    made.port.send = kept  # type: ignore[method-assign]
+    made.run()
+    return reports
+
+
+def test_lives_of_pages_travel_from_the_manager_to_the_exposition() -> None:
+    engine = FakeEngine()
+    with serving(engine, metrics_compat="vllm") as server:
+        for report in lives_by_hand():
+            told = msgspec.msgpack.encode(StepReport(page_lives=report.page_lives))
+            engine.outbox.append(msgspec.msgpack.decode(told, type=StepReport))
+        wait_for(lambda: not engine.outbox)
+        server.complete()
+        samples = scrape(server)
+    theirs = {"model_name": "fake", "engine": "0"}
+    for name, count, total in (
+        ("kv_block_lifetime_seconds", 5, 30 + 70 + 3 * 10),
+        ("kv_block_idle_before_evict_seconds", 5, 30 + 40 + 3 * 10),
+        ("kv_block_reuse_gap_seconds", 1, 20),
+    ):
+        assert value(samples, f"{name}_count") == count
+        assert value(samples, f"{name}_sum") == total
+        assert value(samples, f"vllm:{name}_sum", **theirs) == total
+    bounds = {"5.0": 0, "10.0": 3, "20.0": 3, "30.0": 4, "60.0": 4, "120.0": 5, "+Inf": 5}
+    for bound, count in bounds.items():
+        assert value(samples, "kv_block_lifetime_seconds_bucket", le=bound) == count
+
+
+def test_pages_have_no_lives_unless_they_are_watched() -> None:
+    made = Simulation(Sizes(), lambda cost: Fcfs(), lambda work: 1.0, iter(()))
+    assert made.cache.watch is None and made.scheduler.page_lives() == ()
+
+
 # -------------------------------------------------------------------------- several engines, tools
 
 
@@ -374,3 +454,18 @@ def test_transfers_are_told_per_hand_over() -> None:
         'num_requests_kv_fetch_by_stage{stage="completed_waiting"} 1.0',
     ):  # fmt: skip
         assert f"toque_{line}\n" in text, line
+
+
+def test_expired_leases_are_vllms_expired_requests_of_all_engines() -> None:
+    metrics = Metrics("vllm")
+    kept = ((Kept(released=7, expired=2), Kept(expired=3)),
+            (Kept(released=9, expired=6), Kept(released=1, expired=3)))  # fmt: skip
+    for each in kept:
+        states = tuple(
+            EngineState(index=index, role="prefill", alive=True, kept=now)
+            for index, now in enumerate(each)
+        )
+        metrics.fleet(FleetReport(engines=states, transfers=Transfers()))
+    lines = [line for line in metrics.text().decode().splitlines()
+             if line.startswith("vllm:nixl_num_kv_expired_reqs_total")]  # fmt: skip
+    assert lines == ['vllm:nixl_num_kv_expired_reqs_total{engine="0",model_name=""} 9.0']

@@ -285,3 +285,26 @@ def test_single_process_serves_the_same_tokens(
             for url in (live.url, tiny.url)
         ]
     assert texts[0] == texts[1]
+
+
+def test_pages_are_watched_across_the_processes(tiny_config: Path, tmp_path: Path) -> None:
+    """A pool of few pages, and prompts that share nothing: each needs the places of others."""
+    flags = ("--load-format", "dummy", "--kernels", "ref", "--max-model-len", "64",
+             "--kv-cache-memory-bytes", "64KiB", "--metrics-compat", "vllm",
+             "--kv-cache-metrics", "--kv-cache-metrics-sample", "1.0")  # fmt: skip
+    with serving(str(tiny_config), tmp_path, *flags) as live:
+        total_pages = live.metric("toque_kv_cache_pages")
+        full_pages = 0
+        for number in range(200):
+            prompt = f"{number:03}" + "x" * 45  # 3 pages of 16
+            body = {"prompt": prompt, "max_tokens": 1}
+            assert httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).is_success
+            full_pages += 3
+            if full_pages > total_pages + 9:
+                break
+        live.wait_idle()
+        evicted = full_pages - live.metric("toque_kv_cache_pages", state="cached")
+        assert evicted >= 9
+        for name in ("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds"):
+            assert live.metric(f"toque_{name}_count") == evicted
+            assert live.metric(f"vllm:{name}_sum") == live.metric(f"toque_{name}_sum") > 0

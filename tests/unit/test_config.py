@@ -59,6 +59,10 @@ def test_a_small_pool_lowers_the_context_unless_it_was_given() -> None:
         ({"block_size": 0}, "--block-size is 0"),
         ({"max_num_seqs": 0}, "--max-num-seqs is 0"),
         ({"block_size": 4096}, "at most 1024"),
+        ({"kv_cache_metrics_sample": 0.0}, "--kv-cache-metrics-sample"),
+        ({"kv_cache_metrics_sample": 1.5}, "--kv-cache-metrics-sample"),
+        ({"kv_cache_metrics_sample": 0.5}, "nothing without --kv-cache-metrics"),
+        ({"kv_cache_metrics_sample": float("nan")}, "--kv-cache-metrics-sample"),
     ],
 )
 def test_the_impossible_is_refused_with_the_way_out(

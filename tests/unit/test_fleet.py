@@ -140,12 +140,13 @@ class Client:
         self.ends: dict[str, list[Event]] = {}
         self.others: list[FromEngine] = []
         self.counters = Counters()
+        self.load = Load()
 
     async def read(self) -> None:
         while True:
             message = await self.fleet.receive()
             if isinstance(message, StepReport):
-                self.counters = message.counters
+                self.counters, self.load = message.counters, message.load
             else:
                 self.others.append(message)
             for event in message.events if isinstance(message, StepReport) else ():
@@ -320,6 +321,19 @@ def test_dg03_dg08_an_abort_reaches_both_sides_at_once(computed: bool) -> None:
         assert client.fleet._members[0].open_requests == client.fleet._members[1].open_requests == 0
 
     play([prefill, decode], scenario)
+
+
+def test_what_a_lost_engine_held_is_held_no_more() -> None:
+    """Though no other engine has anything to do, and so nothing to report."""
+    engines = [FakeEngine("both"), FakeEngine("both")]
+
+    async def scenario(client: Client) -> None:
+        engines[0].say(StepReport(load=Load(total_pages=64, held_pages=9, free_pages=55)))
+        await client.until(lambda: client.load.held_pages == 9)
+        engines[0].die()
+        await client.until(lambda: client.load.held_pages == 0)
+
+    play(engines, scenario)
 
 
 def test_a_lost_prefill_engine_ends_the_wait() -> None:

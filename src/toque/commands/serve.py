@@ -47,6 +47,7 @@ def serve(model: str, engine: EngineOptions, options: ServeOptions) -> int:
     has been fetched or loaded for it."""
     setup_logging()
     check_serve(options, engine)
+    _check_buckets(options)
     _raise_open_files()
     _check_tls(options)
     gc.disable()
@@ -94,6 +95,14 @@ def _elsewhere(
     name = secrets.token_hex(16)
     addresses = options.engines.split(",")
     return [RemoteEngine(address, secret, model, name) for address in addresses]
+
+
+def _check_buckets(options: ServeOptions) -> None:
+    """Raises ConfigError: before anything is loaded."""
+    if options.custom_histogram_buckets is not None:
+        from toque.metrics.buckets import custom_buckets
+
+        custom_buckets(options.custom_histogram_buckets)
 
 
 def _check_tls(options: ServeOptions) -> None:

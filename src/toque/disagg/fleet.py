@@ -252,6 +252,8 @@ class Fleet:
                 placed.trail.lost(member.index, self._clock())
                 self._move(placed)
         self._tell()
+        if self._hello is not None:
+            self._report(())  # what it held is held no more, whether or not another one steps
         if port is not None:
             await member.launcher.stop(port)
 

@@ -52,6 +52,7 @@ from dataclasses import dataclass, field
 from toque.memory.ghosts import Ghosts
 from toque.memory.pool import Epochs, PagePool, require
 from toque.memory.radix import EvictionQueue, Node, RadixTree
+from toque.memory.watch import PageWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class CacheManager:
         prefix_caching: bool = True,
         page_worth: Callable[[int], float] = lambda depth: 1.0,
         epochs: Epochs | None = None,
+        watch: PageWatch | None = None,
     ) -> None:
         """`page_worth`: what the page at a depth costs to compute again, in any unit."""
         self.total_pages = total_pages
@@ -96,6 +98,7 @@ class CacheManager:
         self._queue = EvictionQueue()
         self._page_worth = page_worth
         self._ghosts = Ghosts(total_pages)
+        self.watch = watch  # None: nobody asks what becomes of pages
         self._holdings: dict[str, Holding] = {}
         self._tick = 0
 
@@ -154,6 +157,8 @@ class CacheManager:
             self._pool.retain(page)
         holding = Holding(salt, list(match.pages), nodes, guest, len(nodes))
         self._holdings[key] = holding
+        if self.watch is not None and not guest:
+            self.watch.used(match.pages)
         if self._prefix_caching:
             self._announce(key, holding, tokens)
 
@@ -304,11 +309,13 @@ class CacheManager:
         return twin
 
     def _take_page(self) -> int:
-        if not self._pool.free_pages:
-            self._evict()
-        return self._pool.allocate()
+        evicted = None if self._pool.free_pages else self._evict()
+        page = self._pool.allocate()
+        if self.watch is not None:
+            self.watch.allocated(page, evicted)
+        return page
 
-    def _evict(self) -> None:
+    def _evict(self) -> int:
         node = self._queue.pop(self._evictable)
         page, parent = node.page, node.parent
         assert page is not None and parent is not None  # a ready node of the tree
@@ -316,6 +323,7 @@ class CacheManager:
         self._tree.remove(node)
         self._pool.free(page)
         self._offer(parent)
+        return page
 
     def _offer(self, node: Node) -> None:
         if self._evictable(node):

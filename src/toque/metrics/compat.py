@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 
 from toque.metrics.table import PREFIX, TABLE, Row
 
-Relabel = Callable[[Mapping[str, str]], dict[str, str]]
+Relabel = Callable[[Mapping[str, str]], dict[str, str] | None]  # None: it has no such sample
 VLLM_PREFIX = "vllm:"
 ENGINE = "0"  # vLLM numbers its engines
 # Our values of a label -> vLLM's; what is not listed becomes the default under "".
@@ -27,6 +27,8 @@ _RENAMED = {
     },
 }
 
+# Of these vLLM has the samples with one value of a label, summed up over all other labels.
+_ONLY = {"engine_leases_ended": ("end", "expired")}
 
 # Ours -> what its HTTP server exports beside them, without prefix, model and engine.
 _HTTP = {
@@ -65,14 +67,20 @@ class VllmNames(Collector):
             renamed = Metric(theirs, metric.documentation, metric.type)
             values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
             for sample in metric.samples:
-                if not sample.name.endswith("_created"):
+                relabelled = labels(sample.labels)
+                if relabelled is not None and not sample.name.endswith("_created"):
                     key = theirs + sample.name.removeprefix(PREFIX + name)
-                    of = tuple(labels(sample.labels).items())
+                    of = tuple(relabelled.items())
                     values[key, of] = values.get((key, of), 0.0) + sample.value
             renamed.samples = [Sample(key, dict(of), v) for (key, of), v in values.items()]
             yield renamed
 
-    def _labels(self, row: Row, labels: Mapping[str, str]) -> dict[str, str]:
+    def _labels(self, row: Row, labels: Mapping[str, str]) -> dict[str, str] | None:
+        if row.name in _ONLY:
+            label, wanted = _ONLY[row.name]
+            if labels[label] != wanted:
+                return None
+            labels = {}
         words = _RENAMED.get(row.name, {})
         renamed = {name: words.get(v, words.get("", v)) for name, v in labels.items()}
         return {**renamed, "model_name": self.model_name, "engine": ENGINE}

@@ -39,6 +39,10 @@ BODY_BYTES = tuple(float(4**k) for k in range(3, 14))
 TRANSFER_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TRANSFER_BYTES = tuple(float(2**k) for k in range(11, 34, 2))
 TRANSFER_PAGES = tuple(float(m * 10**e) for e in range(5) for m in (1, 2, 5))
+PAGE_LIFE_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+    *(10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
 ERROR_SHARE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 FEW = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
@@ -114,6 +118,24 @@ MEMORY = (
         "cache_config_info",
         "1; the settings of the KV cache, as labels.",
         *("block_size", "num_gpu_blocks", "cache_dtype"),
+        vllm="",
+    ),
+    spread(
+        "kv_block_lifetime_seconds",
+        "From a KV page's allocation to its eviction, of the pages that are watched.",
+        PAGE_LIFE_S,
+        vllm="",
+    ),
+    spread(
+        "kv_block_idle_before_evict_seconds",
+        "From a request's last finding the page in the prefix cache to its eviction.",
+        PAGE_LIFE_S,
+        vllm="",
+    ),
+    spread(
+        "kv_block_reuse_gap_seconds",
+        "Between two requests that found the page there, of the last ones before its eviction.",
+        PAGE_LIFE_S,
         vllm="",
     ),
 )
@@ -238,6 +260,7 @@ BETWEEN = (
         "engine_leases_ended",
         "These when they end: released by the reader, or expired because it did not.",
         *("engine", "role", "end"),
+        vllm="nixl_num_kv_expired_reqs",
     ),
     counter(
         "engine_rejected_peers",

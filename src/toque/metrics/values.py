@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,6 +26,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from toque.metrics.buckets import Buckets
 from toque.metrics.compat import VllmNames
 from toque.metrics.fleet import FleetNumbers
 from toque.metrics.histogram import Histogram
@@ -38,6 +41,7 @@ from toque.types import (
     Hello,
     Load,
     NoteKind,
+    PageLife,
     RefusalCause,
     Refused,
     Request,
@@ -64,7 +68,13 @@ STARTED_ROUTES = ("/metrics", "other")
 class Metrics:
     """All methods are quick and are called from one thread."""
 
-    def __init__(self, compat: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        compat: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        buckets: Buckets = MappingProxyType({}),
+    ) -> None:
+        """`buckets`: of histograms that shall have others than the table's."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.attainment = Attainment()
         self._clock = clock
@@ -73,7 +83,7 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         for row in TABLE:
-            self._add(row)
+            self._add(replace(row, buckets=buckets.get(row.name, row.buckets)))
         self._vllm = VllmNames({**self._counters, **self._gauges, **self._histograms})
         if compat == "vllm":
             self.registry.register(self._vllm)
@@ -187,6 +197,8 @@ class Metrics:
     def step(self, report: StepReport) -> None:
         self._load(report.load)
         self._totals.report(report.counters)
+        for life in report.page_lives:
+            self._page_life(life)
         if report.times is None:
             return
         steps = self._histograms["step_time_seconds"]
@@ -197,6 +209,12 @@ class Metrics:
         if report.predicted_ms and report.times.run_ms:
             error = abs(report.predicted_ms / report.times.run_ms - 1)
             self._histograms["step_prediction_error_ratio"].observe(error)
+
+    def _page_life(self, life: PageLife) -> None:
+        self._histograms["kv_block_lifetime_seconds"].observe(life.lifetime_s)
+        self._histograms["kv_block_idle_before_evict_seconds"].observe(life.idle_s)
+        for gap_s in life.gaps_s:
+            self._histograms["kv_block_reuse_gap_seconds"].observe(gap_s)
 
     def _load(self, load: Load) -> None:
         self._last_load, self._load_at_s = load, self._clock()

@@ -31,6 +31,7 @@ from toque.types import (
     FinishReason,
     Load,
     NoteKind,
+    PageLife,
     PromptScores,
     PromptVector,
     Refused,
@@ -228,6 +229,10 @@ class Scheduler:
     def load(self, now_s: float) -> Load:
         ms_per_token = self._door.ms_per_queued_token()
         return load_of(self._rows.running.values(), self._queue, self._cache, ms_per_token, now_s)
+
+    def page_lives(self) -> tuple[PageLife, ...]:
+        """Each is told once."""
+        return () if self._cache.watch is None else self._cache.watch.take()
 
     def timeline(self, request_id: str) -> Timeline:
         sequence = self._sequences.get(request_id)

@@ -23,7 +23,7 @@ import uvicorn
 
 from toque.errors import ToqueError
 from toque.ipc import ServePort
-from toque.metrics import Metrics
+from toque.metrics import Metrics, custom_buckets
 from toque.options import ServeOptions
 from toque.serve.app import create_app
 from toque.serve.classes import check_key_classes
@@ -74,7 +74,8 @@ class Server:
     def __init__(
         self, sock: socket.socket, options: ServeOptions, port: ServePort, seed: int | None = None
     ) -> None:
-        metrics = Metrics(options.metrics_compat)
+        buckets = custom_buckets(options.custom_histogram_buckets)
+        metrics = Metrics(options.metrics_compat, buckets=buckets)
         self.connections = Connections()
         self.client = EngineClient(port, metrics)
         self.service = Service(options, self.client, metrics, self.connections, seed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from toque.engine import EngineCore
 from toque.memory.manager import CacheManager
+from toque.memory.watch import PageWatch
 from toque.scheduler.cost import StepCost, Work
 from toque.scheduler.policy import Policy
 from toque.scheduler.queue import NO_LIMITS, QueueLimits
@@ -29,6 +30,7 @@ class Sizes:
     prefix_caching: bool = True
     prefill_tokens_per_s: float = 500.0  # what the cost model begins with
     queue: QueueLimits = NO_LIMITS
+    watched_pages_share: float = 0.0
 
 
 class Simulation:
@@ -58,6 +60,7 @@ class Simulation:
             sizes.block_size,
             sizes.prefix_caching,
             lambda depth: self.cost.page_worth(depth, sizes.block_size),
+            watch=PageWatch(self.clock, share) if (share := sizes.watched_pages_share) else None,
         )
         self.scheduler = Scheduler(limits, self.cache, policy(self.cost), self.cost)
         self.device = Device(self.clock, step_ms, sizes.vocab_size)
