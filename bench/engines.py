@@ -39,7 +39,7 @@ from toque.kernels import physical_cores
 
 TIMEOUT_S = 600.0
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 4, 32, 1200
-LONG_TOKENS, LONG_EVERY_S = 2000, 10.0
+LONG_TOKENS, LONG_EVERY_S = 2000, 5.0
 CHATS, TURNS, CLIENTS = 24, 5, 8
 OPENING, SAID, ANSWER_TOKENS = 256, 96, 16  # tokens: of the first prompt, more per turn, answered
 VOCAB = range(1000, 30_000)
