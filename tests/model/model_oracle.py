@@ -51,9 +51,17 @@ def tiny_model(config_class: str, seed: int = 0, **options: Any) -> Any:
 
 
 def hf_logits(model: Any, ids: Sequence[int]) -> Floats:
-    """Teacher-forced, the whole prompt in one forward: [tokens, vocab]."""
-    with torch.no_grad():
-        logits: Floats = model(torch.tensor([list(ids)])).logits[0].numpy()
+    """Teacher-forced, the whole prompt in one forward: [tokens, vocab].
+
+    On one thread: the first forward of a process on several was once off by 1e-4 from the second
+    position on, in torch (ours had the bits that it always has, a float64 forward's to 3e-6)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            logits: Floats = model(torch.tensor([list(ids)])).logits[0].numpy()
+    finally:
+        torch.set_num_threads(threads)
     return logits
 
 
