@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -169,7 +170,8 @@ class Struck:
         """Long, and unlike all before: nothing of them is cached anywhere."""
         numbers = range(self._asked, self._asked + count)
         self._asked += count
-        return [[3 + (n * n + 7 * n * i + i) % 250 for i in range(420)] for n in numbers]
+        drawn = (random.Random(n) for n in numbers)
+        return [[rng.randrange(3, 253) for _ in range(420)] for rng in drawn]
 
     def round(self, role: str, number: int, moment: str, count: int = 20) -> None:
         """20 requests at a time, one signal."""
