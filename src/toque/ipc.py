@@ -130,6 +130,13 @@ def prepared(socket: Any) -> Any:
     return socket
 
 
+def heartbeats(socket: zmq.Socket[Any], silent_s: float) -> None:
+    """The other end is asked whether it is there (ZMTP 3.1, answered by ZeroMQ's own thread: a long
+    step does not stop it, SIGSTOP does); after so long without an answer the connection ends."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(silent_s * 250))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silent_s * 1000))
+
+
 def _socket(kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
     """Who sends connects and who receives binds: ZeroMQ keeps what is sent over a connection that
     is still to come, and refuses it on a bound socket that nobody has reached yet."""
@@ -229,8 +236,7 @@ class ZmqServeEnd:
     """Serve's end: owns the private folder, and watches the engine's process.
 
     `engine_exit` completes, with the reason as a sentence, when the engine process is gone. With
-    `frozen_after_s`, so does an engine that is there and does not answer its socket's heartbeats
-    (ZMTP 3.1, answered by ZeroMQ's own thread: a long step does not stop it, SIGSTOP does).
+    `frozen_after_s`, so does an engine that is there and does not answer its socket's heartbeats.
     """
 
     def __init__(
@@ -245,8 +251,7 @@ class ZmqServeEnd:
         self._monitor: zmq.asyncio.Socket | None = None
         self._watching: asyncio.Task[None] | None = None
         if frozen_after_s is not None:
-            self._inbox.setsockopt(zmq.HEARTBEAT_IVL, int(frozen_after_s * 250))
-            self._inbox.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(frozen_after_s * 1000))
+            heartbeats(self._inbox, frozen_after_s)
             self._monitor = monitor_of(self._inbox, zmq.EVENT_DISCONNECTED)
             self._watching = asyncio.ensure_future(self._watch(self._monitor, frozen_after_s))
         self._inbox.bind(f"ipc://{folder}/from-engine")

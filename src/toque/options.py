@@ -195,11 +195,17 @@ def check_serve(options: ServeOptions, engine: EngineOptions) -> None:
     _check_engines(options)
     if options.engines is not None:
         _check_elsewhere(options, engine)
-    if options.local_engines > 1 and engine.record is not None:
-        raise ConfigError("--record is of one engine: pages from others are not in a recording")
+    if options.local_engines > 1:
+        check_sharing(engine)
     for name in ("max_body_bytes", "max_json_depth", "max_sequences"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+
+
+def check_sharing(engine: EngineOptions) -> None:
+    """What an engine cannot do that shares pages with others. Raises ConfigError."""
+    if engine.record is not None:
+        raise ConfigError("--record is of one engine: pages from others are not in a recording")
 
 
 def _check_engines(options: ServeOptions) -> None:

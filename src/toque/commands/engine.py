@@ -16,7 +16,7 @@ from toque.engine_process import setup_logging, started
 from toque.errors import ConfigError
 from toque.files.fetch import locate
 from toque.files.progress import terminal_progress
-from toque.options import EngineOptions, ListenOptions, parse_address
+from toque.options import EngineOptions, ListenOptions, check_sharing, parse_address
 
 log = logging.getLogger("toque.engine")
 
@@ -32,8 +32,7 @@ def engine(model: str, options: EngineOptions, listen: ListenOptions) -> int:
             f"--listen {listen.listen} names no host: other engines fetch pages from the address "
             "given here, so give the one that they reach"
         )
-    if options.record is not None:
-        raise ConfigError("--record is of one engine: pages from others are not in a recording")
+    check_sharing(options)
     sharing = Sharing(
         secret=shared_secret(listen.secret_file),
         transport=listen.kv_transfer,

@@ -23,7 +23,7 @@ from msgspec import structs
 from toque import __version__
 from toque.disagg.session import SILENT_S, Busy, Join, Ping, Pong, ToRemote, keys
 from toque.errors import ConfigError
-from toque.ipc import Inbox, prepared
+from toque.ipc import Inbox, heartbeats, prepared
 from toque.telemetry import minus
 from toque.types import (
     Abort,
@@ -62,9 +62,7 @@ class ListeningEnd:
         """Raises ConfigError when the address cannot be had. Port 0: any free one."""
         self._socket: zmq.Socket[bytes] = prepared(zmq.Context.instance().socket(zmq.ROUTER))
         keys(secret, engine=True).put_on(self._socket, engine=True)
-        # Notices that a server's host is gone, and answers when it asks the same about us.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(silent_s * 250))
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silent_s * 1000))
+        heartbeats(self._socket, silent_s)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:

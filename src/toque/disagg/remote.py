@@ -35,7 +35,7 @@ from toque.disagg.session import (
     to_server_clock,
 )
 from toque.errors import EngineError
-from toque.ipc import ServePort, end_monitor, monitor_of, next_word, prepared
+from toque.ipc import ServePort, end_monitor, heartbeats, monitor_of, next_word, prepared
 from toque.types import EngineFailed, FromEngine, Hello, Shutdown, ToEngine
 
 log = logging.getLogger("toque.serve")
@@ -59,7 +59,6 @@ class RemotePort:
         model: str,
         server: str,
         clock: Callable[[], float] = time.monotonic,
-        silent_s: float = SILENT_S,
     ) -> None:
         """`address`: HOST:PORT. `model`: identity of the server's checkpoint, which the engine's
         must be. `server`: a name that no other server has."""
@@ -74,8 +73,7 @@ class RemotePort:
         self._encoder = msgspec.msgpack.Encoder()
         self._socket = prepared(zmq.asyncio.Socket(zmq.Context.instance(), zmq.DEALER))
         keys(secret, engine=False).put_on(self._socket, engine=False)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(silent_s * 250))
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silent_s * 1000))
+        heartbeats(self._socket, SILENT_S)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         self._monitor = monitor_of(self._socket, WATCHED)
